@@ -1,0 +1,1 @@
+"""Models, data and closed-loop training runs to ask questions with."""

@@ -1,0 +1,8 @@
+"""Plots, one per file. See `_plot.py` for what a plot is."""
+
+from toolkit.plots._plot import Plot
+from traces.registry import Registry
+
+PLOTS: Registry[Plot] = Registry("toolkit.plots", "PLOT", "plot")
+
+__all__ = ["PLOTS", "Plot"]
