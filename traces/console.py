@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from traces.errors import GradreelError
@@ -62,6 +63,31 @@ def fail(message: object, code: int = USAGE) -> NoReturn:
 
     complain(message)
     raise typer.Exit(code)
+
+
+@contextmanager
+def progress_bar(
+    label: str, total: int | None, unit: str = "steps", *, wanted: bool | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr with a rate and an estimate; yields `advance(count)`.
+
+    `wanted` None shows it only on a terminal, so that logs stay clean; False never does, True always.
+    """
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield lambda count: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.1f} {unit}/s")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), transient=sys.stderr.isatty()) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 def example(command: str) -> str:

@@ -82,3 +82,16 @@ def test_markup_in_a_message_is_not_interpreted(capsys):
     error = capsys.readouterr().err
     assert "[bold]layers.0[/bold]" in error
     assert error.count("\n") == 1
+
+
+def test_progress_bar_is_silent_in_a_pipe_and_shows_rate_and_estimate_when_asked(capsys):
+    with console.progress_bar("replay", 3) as advance:
+        advance(3)
+    assert capsys.readouterr().err == ""
+    with console.progress_bar("replay", 3, "rows", wanted=True) as advance:
+        for _ in range(3):
+            advance(1)
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err
+    assert "rows/s" in shown.err
+    assert shown.out == ""
