@@ -104,6 +104,10 @@ class StepView:
     the weight before the first step of this recipe. `presence` is uint8 [E] (or a 0-d array); `tokens_per_expert` is
     [E] int64 for expert parameters when routing was recorded. `experts` are the ids of the recorded slices, None
     meaning all, in order. Tensors are lent: a metric that wants one later copies it.
+
+    `micro_norms` is float64 [M, E] (or [M]): the squared norm of what each of M micro-steps added to the gradient, on
+    the gradient's own scale; `micro_tokens` int64 [M, E] the tokens routed in each. `probe` is the routing of the fixed
+    probe batch after this step, for views of a layer.
     """
 
     step: int
@@ -122,6 +126,9 @@ class StepView:
     experts: np.ndarray | None = None
     routing: RoutingStep | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
+    micro_norms: np.ndarray | None = None
+    micro_tokens: np.ndarray | None = None
+    probe: RoutingStep | None = None
 
 
 StepCallback = Callable[[Iterable[StepView]], None]
