@@ -1,0 +1,130 @@
+"""Frames with planted answers, made without a trace, a recipe or a metric.
+
+Not a test file: `test_plots.py`, `test_report.py` and the plot contract load it by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from toolkit.frame import SCHEMA
+
+#: recipe -> (cosine at lag 1, update RMS, how amplification falls with tokens, zombie displacement, state and pinned bytes)
+RECIPES: dict[str, tuple[float, float, float, float, int, int]] = {
+    "adamw": (0.82, 0.30, 0.15, 0.020, 2 * 9_437_184, 0),
+    "sgd": (0.10, 0.004, 0.0, 0.0, 0, 0),
+    "skewadam": (0.74, 0.35, 0.2, 0.011, 1_300_000, 0),
+    "sinkgd": (0.11, 1.0, 0.9, 0.0, 0, 0),
+    "mesh": (0.70, 1.0, 0.5, 0.0, 0, 9_437_184),
+    "mesh+sign_only": (0.55, 1.0, 0.5, 0.0, 0, 9_437_184),
+    "mesh+smaller_steps(0.3)": (0.70, 0.3, 0.5, 0.0, 0, 9_437_184),
+    "sinkgd+regrouped(stacked)": (0.13, 1.0, 0.7, 0.0, 0, 0),
+}
+SUMMARY_FLAGS = ("mean", "p10", "p50", "p90")
+
+
+def made_up_frame(
+    *,
+    recipes: Mapping[str, tuple[float, float, float, float, int, int]] | None = None,
+    steps: Sequence[int] = tuple(range(1, 25)),
+    experts: int = 8,
+    layers: int = 2,
+    lags: Sequence[int] = (1, 2, 4, 8),
+    summaries: bool = False,
+    noise: float = 0.08,
+    scale: float = 1.0,
+    seed: int = 0,
+    run: str = "demo-3f9a1c",
+) -> pl.DataFrame:
+    """A Frame with every metric that a plot or the report reads; `summaries` replaces rows per expert."""
+    rng = np.random.default_rng(seed)
+    table = RECIPES if recipes is None else recipes
+    rows: list[dict[str, Any]] = []
+
+    def add(metric: str, values: Any, *, unit: str = "1", support: Any = None, **where: Any) -> None:
+        values = np.atleast_1d(np.asarray(values, dtype=float)) * scale
+        stacked = where.pop("stacked", where.get("role") == "routed_expert")
+        base = {"run": run, "arm": None, "seed": 0, "metric": metric, "unit": unit, "flag": "", **where}
+        if values.size == 1 and not stacked:
+            rows.append({**base, "value": values[0], "support": None if support is None else float(support)})
+        elif summaries:
+            numbers = [values.mean(), *np.quantile(values, (0.1, 0.5, 0.9))]
+            rows.extend({**base, "value": v, "flag": f} for v, f in zip(numbers, SUMMARY_FLAGS, strict=True))
+        else:
+            held = [None] * values.size if support is None else np.broadcast_to(support, values.shape).tolist()
+            rows.extend({**base, "expert": e, "value": v, "support": held[e]} for e, v in enumerate(values))
+
+    def near(centre: float, low: float = -1.0, high: float = 1.0, count: int = experts) -> np.ndarray:
+        return np.clip(centre + noise * rng.standard_normal(count), low, high)
+
+    popularity = rng.dirichlet(np.full(experts, 0.9), size=layers)
+    for layer in range(layers):
+        tokens = {}
+        for step in steps:
+            share = popularity[layer] * np.exp(0.5 * np.sin(step / 9 + np.arange(experts)))
+            tokens[step] = rng.multinomial(4096, share / share.sum())
+            at = {"step": int(step), "layer": layer, "stacked": True}
+            add("tokens_per_expert", tokens[step], unit="tokens", **at)
+            add("expert_load", tokens[step] / 4096, **at)
+        for name in ("gate_up_proj", "down_proj"):
+            where = {"layer": layer, "role": "routed_expert", "param": f"layers.{layer}.experts.{name}"}
+            _over_time(add, near, steps, lags, 0.15, where)
+            for recipe, (cos, rms, slope, zombie, state, pinned) in table.items():
+                mine = {**where, "recipe": recipe}
+                for step in steps:
+                    add("update_rms", rms * near(1.0, 0.1, 9.0) * (1 + 0.3 / step), step=int(step), **mine)
+                    few = np.maximum(tokens[step], 1) / 512
+                    ratio = rms * few**-slope * np.exp(noise * rng.standard_normal(experts))
+                    ratio[tokens[step] == 0] = np.nan
+                    add("amplification", ratio, step=int(step), support=tokens[step], **mine)
+                    add("stable_rank", near(9.0, 1.0, 64.0), step=int(step), **mine)
+                _lagged(add, "update_cos", lambda lag, c=cos: near(c ** (lag**0.5)), steps, lags, mine)
+                _lagged(add, "update_sign_flip_rate", lambda lag, c=cos: near((1 - c) / 2, 0, 1), steps, lags, mine)
+                add("zombie_displacement", near(zombie, 0, 9) if zombie else np.zeros(experts), **mine)
+                add("cos_to_reference", near(1.0 if recipe == "adamw" else cos * 0.6), step=int(steps[-1]), **mine)
+                for metric in ("path_length", "displacement"):
+                    add(metric, near(rms * len(steps), 0, 1e9), **mine)
+                add("straightness", near(cos, 0, 1), **mine)
+                everything = {**mine, "role": "routed_expert"}
+                rows.append(_cost("state_bytes", state / (2 * layers), run, everything))
+                rows.append(_cost("pinned_gradient_bytes", pinned / (2 * layers), run, everything))
+        router = {"layer": layer, "role": "router", "param": f"layers.{layer}.router"}
+        _over_time(add, lambda c, low=-1.0, high=1.0: near(c, low, high, 1), steps, lags, 0.45, router)
+        for recipe, (cos, rms, *_rest) in table.items():
+            for step in steps:
+                add("update_rms", rms * near(1.0, 0.1, 9.0, 1), step=int(step), **router, recipe=recipe)
+            both = {**router, "recipe": recipe}
+            _lagged(add, "update_cos", lambda lag, c=cos: near(0.3 + 0.6 * c ** (lag**0.5), count=1), steps, lags, both)
+    return as_frame(rows)
+
+
+def as_frame(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+    """Rows with any of the Frame's columns as a Frame; NaN becomes null, as the metrics write it."""
+    full = [{name: row.get(name) for name in SCHEMA} for row in rows]
+    for row in full:
+        row["flag"] = row["flag"] or ""
+        if row["value"] is not None and np.isnan(row["value"]):
+            row["value"] = None
+    return pl.DataFrame(full, schema=SCHEMA)
+
+
+def _over_time(add: Any, near: Any, steps: Any, lags: Any, cos: float, where: Mapping[str, Any]) -> None:
+    _lagged(add, "grad_cos", lambda lag: near(cos / lag**0.3), steps, lags, where)
+    _lagged(add, "sign_flip_rate", lambda lag: near(0.5 - cos / 3 / lag**0.3, 0, 1), steps, lags, where)
+
+
+def _lagged(add: Any, metric: str, value: Any, steps: Any, lags: Any, where: Mapping[str, Any]) -> None:
+    """Rows per step at the smallest lag and one row over the recording at every lag, as the lagged metrics write."""
+    for step in list(steps)[min(lags) :]:
+        add(metric, value(min(lags)), step=int(step), lag=min(lags), **where)
+    for lag in lags:
+        if len(steps) > lag:
+            add(metric, value(lag), lag=lag, **where)
+
+
+def _cost(metric: str, value: float, run: str, where: Mapping[str, Any]) -> dict[str, Any]:
+    return {"run": run, "metric": metric, "value": value, "unit": "bytes", **where}
