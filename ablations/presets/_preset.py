@@ -1,0 +1,82 @@
+"""What an experiment file states before anything is run. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ablations.models.config import MoEConfig
+from traces.errors import GradreelError
+
+if TYPE_CHECKING:
+    import torch
+    from traces.record_at import RecordAt
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What an experiment file exports as `ABLATION`.
+
+    `question` is what the run is meant to answer, `decides` what would answer it. The model is trained on the offline
+    corpus with AdamW (the baseline), `batch` sequences of `length` bytes a step, peak `lr` reached after `warmup` steps
+    and then a cosine. `arms` are the recipes the recorded run is replayed through, `metrics` what is measured on them.
+    """
+
+    name: str
+    question: str
+    decides: str
+    model: MoEConfig
+    arms: tuple[str, ...]
+    metrics: tuple[str, ...]
+    steps: int
+    warmup: int
+    batch: int
+    length: int
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    baseline: str = "adamw"
+    roles: tuple[str, ...] = ("router", "routed_expert")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "length"):
+            if getattr(self, name) < 1:
+                raise GradreelError(f"preset {self.name}: {name} is {getattr(self, name)}; allowed: at least 1")
+        if not 0 <= self.warmup <= self.steps:
+            raise GradreelError(f"preset {self.name}: warmup is {self.warmup}; allowed: [0, steps = {self.steps}]")
+        if self.length > self.model.max_positions:
+            limit = self.model.max_positions
+            raise GradreelError(f"preset {self.name}: length is {self.length}; allowed: up to max_positions = {limit}")
+        if self.baseline not in self.arms:
+            raise GradreelError(f"preset {self.name}: baseline {self.baseline!r} is not among its arms")
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """torch's own AdamW on every parameter, as one group."""
+        import torch
+
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+    def record_at(self) -> RecordAt:
+        """Every step, with the full gradient of every expert."""
+        from traces.record_at import RecordAt
+
+        return RecordAt(every=1, roles=self.roles)
+
+    def summary(self) -> dict[str, Any]:
+        """The preset as plain values, for the provenance of what it produced."""
+        return {
+            "preset": self.name,
+            "question": self.question,
+            "model": self.model.to_dict(),
+            "steps": self.steps,
+            "tokens_per_step": self.batch * self.length,
+            "lr": self.lr,
+            "warmup": self.warmup,
+            "betas": list(self.betas),
+            "weight_decay": self.weight_decay,
+            "clip": self.clip,
+            "seed": self.seed,
+            "arms": list(self.arms),
+        }
