@@ -86,7 +86,9 @@ class RecipeFamily:
         return built
 
 
-def interval(name: str, value: float, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+def interval(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
     """Raise GradreelError with the value and the allowed interval unless `value` lies in it (NaN never does)."""
     above = value > low if open_low else value >= low
     below = value < high if open_high else value <= high

@@ -139,7 +139,7 @@ class Chain:
         return iter(self.stages)
 
     def slots(self) -> list[tuple[str, Slot]]:
-        """All slots under their key in the optimizer state: the slot's name, with a suffix where two stages share it."""
+        """All slots under their key in the optimizer state: the slot's name, with a suffix where stages share it."""
         seen: dict[str, int] = {}
         keyed = []
         for stage in self.stages:

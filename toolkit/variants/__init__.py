@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.recipes import Recipe
+from toolkit.variants._named import recipe
 from traces.registry import Registry
 
 
@@ -24,3 +25,5 @@ class Variant:
 
 
 VARIANTS: Registry[Variant] = Registry("toolkit.variants", "VARIANT", "variant")
+
+__all__ = ["VARIANTS", "Variant", "recipe"]

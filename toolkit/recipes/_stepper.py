@@ -1,0 +1,266 @@
+"""One recipe at work on one parameter.
+
+Replay, ablations and `toolkit.optim` all step through here, so idle experts, layouts, compute dtype and random numbers
+mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.recipes._layout import Layout, presence_masks
+from toolkit.recipes._recipe import IdlePolicy, Recipe
+from toolkit.stages import Chain, Context, Ratio, Slot
+from toolkit.stages._rng import CounterRng
+from toolkit.stages._within import slots_of_stages
+from traces.errors import GradreelError
+from traces.views import ParamInfo
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+STEP = "step"
+
+
+def compute_dtype(info: ParamInfo) -> torch.dtype:
+    """float64 for float64 parameters, float32 for all others."""
+    return torch.float64 if info.dtype == "float64" else torch.float32
+
+
+def slot_dtype(slot: Slot, info: ParamInfo) -> torch.dtype:
+    """What a slot is stored in: as declared, but float64 where a float64 parameter meets a float32 slot."""
+    if slot.dtype == "float32":
+        return compute_dtype(info)
+    return getattr(torch, slot.dtype)
+
+
+def counter_shape(recipe: Recipe, chain: Chain, info: ParamInfo) -> tuple[int, ...] | None:
+    """Shape of the step counter, int64: [E] where experts may be skipped, a scalar otherwise, None where none is kept.
+
+    Chains that count no steps need one still where weights are rounded stochastically: it drives the random numbers.
+    """
+    rounds = info.dtype == "bfloat16" and chain.stages[-1].options.get("rounding") != "nearest"
+    if not (chain.counts_steps or rounds):
+        return None
+    return (info.shape[info.expert_axis],) if info.expert_axis is not None and recipe.idle == "skip" else ()
+
+
+class Stepper:
+    """One recipe applied to one parameter.
+
+    `chain` is the chain that serves the parameter; `state` holds its slots under the keys of `Chain.slots()`, in the
+    canonical layout, and `step` (int64) where steps are counted. `rng` may be replaced by `StoredUniforms` to feed
+    stored numbers. Errors: GradreelError for complex or integer parameters and for slots that the idle policy cannot
+    take apart.
+    """
+
+    def __init__(self, recipe: Recipe, info: ParamInfo, *, device: Any = "cpu", seed: int = 0) -> None:
+        if info.dtype not in FLOATS:
+            raise GradreelError(f"{info.name} is {info.dtype}; allowed: {', '.join(FLOATS)}")
+        self.recipe, self.info, self.seed = recipe, info, seed
+        self.chain = recipe.chain_for(info)
+        self.layout = Layout(info)
+        self.idle: IdlePolicy = recipe.idle
+        self.rng: Any = None
+        self._keys = [key for key, _ in self.chain.slots()]
+        self._slots = dict(self.chain.slots())
+        self._per_expert = {key: self._has_expert_axis(slot) for key, slot in self._slots.items()}
+        self.state: dict[str, Tensor] = {}
+        for key, slot in self._slots.items():
+            self.state[key] = self._zeros(slot, device)
+        counter = counter_shape(recipe, self.chain, info)
+        if counter is not None:
+            self.state[STEP] = torch.zeros(counter, dtype=torch.int64)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state, without gradient buffers and step counters."""
+        return self._bytes("state")
+
+    @property
+    def pinned_gradient_bytes(self) -> int:
+        """Bytes of gradient buffers that must survive between steps."""
+        return self._bytes("grad_buffer")
+
+    @property
+    def step_counter_bytes(self) -> int:
+        """Bytes of step counters."""
+        return self.state[STEP].nbytes if STEP in self.state else 0
+
+    @property
+    def buffer_key(self) -> str | None:
+        """Key of the slot that lives in the gradient buffer, None if there is none."""
+        return next((key for key, slot in self._slots.items() if slot.home == "grad_buffer"), None)
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        gradient: Tensor | None,
+        *,
+        lr: float,
+        presence: Any = None,
+        tokens_per_expert: Any = None,
+        gradient_in_buffer: bool = False,
+        want_update: bool = False,
+    ) -> Tensor | None:
+        """Take one step: `weight` changes in place. `lr` is the recipe's base rate; the chain's `lr_scale` is applied.
+
+        `weight` and `gradient` are in the parameter's own layout and dtype; a None gradient does nothing at all.
+        `presence`: uint8 codes of `traces.views`, [E] or one; None: all present. `gradient_in_buffer`: `gradient` is
+        the buffer slot, to which backward has added. Returns the direction before lr (parameter's layout, compute
+        dtype; 0 for experts that did not step) if `want_update`.
+        """
+        if gradient is None:
+            return None
+        self._check(weight, gradient)
+        w, x = self.layout.canonical(weight), self.layout.canonical(gradient).to(compute_dtype(self.info))
+        touched, busy = presence_masks(presence, self.layout.experts, self.info.name)
+        chosen = self._choose(touched, busy)
+        if chosen is not None and not bool(chosen.any()):
+            return torch.zeros_like(self.layout.restore(x)) if want_update else None
+        moving = busy if self.idle == "decay" and self._is_expert() else None
+        if chosen is None or not self.layout.expert_stacked:
+            update = self._run(w, x, self._own_slots(None), None, lr, moving, tokens_per_expert, gradient_in_buffer)
+            full = update
+        else:
+            ids = chosen.nonzero().flatten().to(w.device)
+            part, slots = w.index_select(0, ids), self._own_slots(ids)
+            moving = moving[chosen] if moving is not None else None
+            tokens = None if tokens_per_expert is None else torch.as_tensor(tokens_per_expert)[chosen]
+            update = self._run(part, x.index_select(0, ids), slots, chosen, lr, moving, tokens, gradient_in_buffer)
+            w.index_copy_(0, ids, part)
+            for key, tensor in slots.items():
+                if self._per_expert[key]:
+                    self.state[key].index_copy_(0, ids, tensor)
+            full = torch.zeros_like(x).index_copy_(0, ids, update) if want_update else update
+        if self.layout._keep is not None:
+            weight.copy_(self.layout.restore(w))
+        return self._as_own(full, gradient) if want_update else None
+
+    def _run(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        slots: dict[str, Tensor],
+        chosen: Tensor | None,
+        lr: float,
+        moving: Tensor | None,
+        tokens: Any,
+        in_buffer: bool,
+    ) -> Tensor:
+        count, serial = self._advance(chosen)
+        ctx = Context(
+            weight=weight,
+            lr=float(lr) * self.chain.lr_scale,
+            step=count,
+            rng=self.rng or CounterRng(self.seed, serial, self.info.name),
+            expert_stacked=self.layout.expert_stacked,
+            tokens_per_expert=None if tokens is None else torch.as_tensor(tokens),
+            gradient_in_buffer=in_buffer,
+        )
+        parts = slots_of_stages(self.chain.stages, self._keys, slots)
+        update: Any = x
+        for stage, mine in zip(self.chain.stages[:-1], parts, strict=False):
+            update = stage(update, mine, ctx)
+        if moving is None:
+            self.chain.stages[-1](update, parts[-1], ctx)
+        else:
+            update = self._apply_some(update, parts[-1], ctx, moving)
+        direction = update.direction() if isinstance(update, Ratio) else update
+        direction = direction.clone() if in_buffer or any(direction is s for s in slots.values()) else direction
+        for stage, mine in zip(self.chain.stages, parts, strict=True):
+            for slot in stage.slots:
+                if slot.home == "grad_buffer":
+                    mine[slot.name].mul_(stage.options["beta"])
+        return direction
+
+    def _apply_some(self, update: Any, slots: dict[str, Tensor], ctx: Context, moving: Tensor) -> Tensor:
+        # Idle policy "decay": every expert's state has moved, only the busy experts' weights may.
+        direction = update.direction() if isinstance(update, Ratio) else update
+        if not self.layout.expert_stacked:
+            return torch.zeros_like(direction)
+        ids = moving.nonzero().flatten().to(direction.device)
+        part = ctx.weight.index_select(0, ids)
+        chosen = direction.index_select(0, ids)
+        self.chain.stages[-1](chosen, slots, replace(ctx, weight=part))
+        ctx.weight.index_copy_(0, ids, part)
+        return torch.zeros_like(direction).index_copy_(0, ids, chosen)
+
+    def _choose(self, touched: Tensor | None, busy: Tensor | None) -> Tensor | None:
+        # Which experts take part in the step: bool [E], None meaning all.
+        return busy if self.idle == "skip" and self._is_expert() else touched
+
+    def _is_expert(self) -> bool:
+        return self.info.expert_axis is not None or self.info.expert is not None
+
+    def _advance(self, chosen: Tensor | None) -> tuple[Any, int]:
+        # Returns (steps taken, the serial number of this step for random numbers: the sum over experts only grows).
+        counter = self.state.get(STEP)
+        if counter is None:
+            return 0, 0
+        if counter.dim() == 0:
+            counter += 1
+            return int(counter), int(counter)
+        counter += 1 if chosen is None else chosen.to(counter.dtype)
+        counts = counter if chosen is None else counter[chosen]
+        low, high = int(counts.min()), int(counts.max())
+        return (low if low == high else counts), int(counter.sum())
+
+    def _own_slots(self, ids: Tensor | None) -> dict[str, Tensor]:
+        if ids is None:
+            return {key: self.state[key] for key in self._keys}
+        return {k: self.state[k].index_select(0, ids) if self._per_expert[k] else self.state[k] for k in self._keys}
+
+    def _has_expert_axis(self, slot: Slot) -> bool:
+        # A slot can be taken apart by experts if its shape grows along axis 0, and only there, as experts do.
+        if not self.layout.expert_stacked:
+            return False
+        shape = self.layout.canonical_shape
+        now, more = slot.shape(shape), slot.shape((shape[0] + 1, *shape[1:]))
+        apart = len(now) == len(more) > 0 and now[0] == shape[0] and more == (now[0] + 1, *now[1:])
+        if not apart and self.idle == "skip":
+            raise GradreelError(
+                f"{self.info.name}: slot {slot.name} {now} joins experts, so idle experts cannot be skipped; "
+                "use the idle policy as_zero or decay"
+            )
+        return apart
+
+    def _zeros(self, slot: Slot, device: Any) -> Tensor:
+        shape, dtype = slot.shape(self.layout.canonical_shape), slot_dtype(slot, self.info)
+        if shape != self.layout.canonical_shape:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # As torch's zeros_like: the memory order of the parameter, so that elementwise arithmetic takes the same path.
+        own = torch.zeros(self.info.shape, dtype=dtype, device=device)
+        if self.info.strides is not None and _is_dense(self.info.shape, self.info.strides):
+            own = torch.empty_strided(self.info.shape, self.info.strides, dtype=dtype, device=device).zero_()
+        return self.layout.canonical(own)
+
+    def _as_own(self, update: Tensor, gradient: Tensor) -> Tensor:
+        own = self.layout.restore(update)
+        return own.clone() if own.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() else own
+
+    def _bytes(self, home: str) -> int:
+        return sum(self.state[key].nbytes for key, slot in self._slots.items() if slot.home == home)
+
+    def _check(self, weight: Tensor, gradient: Tensor) -> None:
+        name, shape = self.info.name, tuple(self.info.shape)
+        if gradient.is_sparse or gradient.layout is not torch.strided:
+            raise GradreelError(
+                f"{name}: the gradient is sparse; allowed: dense gradients (sparse=False in nn.Embedding)"
+            )
+        if tuple(weight.shape) != shape or tuple(gradient.shape) != shape:
+            raise GradreelError(
+                f"{name}: weight {tuple(weight.shape)}, gradient {tuple(gradient.shape)}; allowed: {shape}, as declared"
+            )
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in sorted(((s, t) for s, t in zip(shape, strides, strict=True) if s != 1), key=lambda st: st[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
