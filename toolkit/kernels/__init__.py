@@ -4,5 +4,13 @@ The modules named here import torch only inside their functions.
 """
 
 from toolkit.kernels.sr_sinkhorn import SinkhornResult, sr_sinkhorn, sr_sinkhorn_apply, sr_sinkhorn_run
+from toolkit.kernels.step_statistics import StepStatistics, step_statistics
 
-__all__ = ["SinkhornResult", "sr_sinkhorn", "sr_sinkhorn_apply", "sr_sinkhorn_run"]
+__all__ = [
+    "SinkhornResult",
+    "StepStatistics",
+    "sr_sinkhorn",
+    "sr_sinkhorn_apply",
+    "sr_sinkhorn_run",
+    "step_statistics",
+]
