@@ -1,0 +1,174 @@
+"""Files as a trace needs them: opened without following links, written aside, fsynced, renamed.
+
+Every file of a trace is either complete under its final name or absent. What a killed writer leaves behind has a name
+that begins with a dot and is never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from traces.errors import TraceError
+
+_BLOCK_BYTES = 4 << 20  # large enough that hashing and writing release the interpreter lock for milliseconds
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+Stamp = tuple[int, int, int, int]
+
+
+def short(path: Path) -> str:
+    """Name `path` in a message: the trace folder and what is inside it, on one line."""
+    parts = path.parts[-3:] if path.parent.name.startswith("rank-") else path.parts[-2:]
+    return "".join(c if c.isprintable() else "?" for c in "/".join(parts).encode(errors="replace").decode())
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file for reading and yield its descriptor and status.
+
+    A missing file, a link and anything that is not a regular file raise `TraceError`.
+    """
+    try:
+        descriptor = os.open(path, _READ_FLAGS)
+    except FileNotFoundError:
+        raise TraceError(f"{short(path)} is missing; the trace is incomplete, run `gradreel verify` on it") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TraceError(
+                f"{short(path)} is a link; a trace holds regular files only, copy the file itself"
+            ) from None
+        raise TraceError(f"{short(path)} cannot be read: {error.strerror or error}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceError(f"{short(path)} is not a regular file; a trace holds regular files only")
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What identifies a file's content cheaply: device, inode, size, modification time."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a whole file of at most `limit` bytes; `TraceError` beyond that, before anything is allocated."""
+    with opened(path) as (descriptor, status):
+        if status.st_size > limit:
+            raise TraceError(
+                f"{short(path)} has {status.st_size} bytes, at most {limit} are allowed for this kind of file"
+            )
+        data = bytearray(status.st_size)
+        read_into(descriptor, 0, memoryview(data), path)
+        return bytes(data)
+
+
+def read_into(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+    """Fill `target` from `offset` of an open file; a short file raises `TraceError`."""
+    done = 0
+    while done < len(target):
+        try:
+            if hasattr(os, "preadv"):
+                count = os.preadv(descriptor, [target[done : done + (1 << 30)]], offset + done)
+            else:  # no positioned read: the descriptor is ours alone, so seeking is safe
+                os.lseek(descriptor, offset + done, os.SEEK_SET)
+                piece = os.read(descriptor, min(len(target) - done, _BLOCK_BYTES))
+                count = len(piece)
+                target[done : done + count] = piece
+        except OSError as error:
+            raise TraceError(f"{short(path)} cannot be read: {error.strerror or error}") from None
+        if count == 0:
+            raise TraceError(f"{short(path)} ends at byte {offset + done}, {len(target) - done} bytes are missing")
+        done += count
+
+
+def sha256_of(descriptor: int, size: int, path: Path) -> str:
+    """The sha256 of the first `size` bytes of an open file, read block by block."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(min(size, 1 << 20) or 1))
+    offset = 0
+    while offset < size:
+        part = block[: min(len(block), size - offset)]
+        read_into(descriptor, offset, part, path)
+        digest.update(part)
+        offset += len(part)
+    return digest.hexdigest()
+
+
+class AsideFile:
+    """A file that appears under its final name only when it is complete and on disk.
+
+    `write` hashes and writes in one pass. `commit` fsyncs and renames; `discard` removes what was written. Errors of
+    the file system come out as `OSError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.aside = path.with_name(f".{path.name}.tmp")
+        self.bytes = 0
+        self._digest = hashlib.sha256()
+        self._descriptor = os.open(
+            self.aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o644
+        )
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what was written so far."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> None:
+        """Append a bytes-like object without copying it."""
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = view[start : start + _BLOCK_BYTES]
+            self._digest.update(block)
+            while len(block):
+                block = block[os.write(self._descriptor, block) :]
+        self.bytes += len(view)
+
+    def commit(self) -> None:
+        """Force the bytes to disk, then give the file its name. The folder is fsynced by the caller."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        os.replace(self.aside, self.path)
+
+    def discard(self) -> None:
+        """Close and remove the unfinished file; never raises for a file that is gone."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self.aside)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write one small file aside, fsync it, rename it, fsync its folder."""
+    file = AsideFile(path)
+    try:
+        file.write(data)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a platform that cannot open folders keeps its own promises about renames
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

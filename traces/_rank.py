@@ -1,0 +1,210 @@
+"""One rank's folder: its header, its chain of seals, its end."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from traces._files import short
+from traces.chunks import ChunkFile
+from traces.errors import TraceError
+from traces.routing import RoutingFile
+from traces.schema import (
+    NO_HASH,
+    RANK_FOLDER,
+    SEAL_NAME,
+    End,
+    FileEntry,
+    Header,
+    SchemaTables,
+    Seal,
+    SealedStep,
+    read_end,
+    read_header,
+    read_rank_header,
+    read_seal,
+)
+
+_KEPT_SEALS = 8
+_KEPT_INDEXES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SealSummary:
+    """What is kept in memory of each seal; step records are read again when they are needed."""
+
+    number: int
+    sha256: str
+    files: tuple[FileEntry, ...]
+    steps: tuple[int, ...]
+    recorded: tuple[bool, ...]
+
+    def file(self, kind: str) -> FileEntry | None:
+        """The file of this kind, or None."""
+        return next((f for f in self.files if f.name.startswith(f"{kind}-")), None)
+
+
+def find_trace(path: str | Path) -> tuple[Path, Header, str]:
+    """Check that `path` is a trace folder and read its header; return the folder, the header and its hash."""
+    folder = Path(path)
+    shown = ascii(str(path))
+    try:
+        if not folder.exists():
+            raise TraceError(f"{shown} does not exist; give the path of a trace folder (NAME.trace)")
+        if not folder.is_dir():
+            raise TraceError(f"{shown} is a file, not a trace; give the path of a trace folder (NAME.trace)")
+        if not os.path.lexists(folder / "header.json"):
+            raise TraceError(
+                f"{shown} is no trace: it holds no header.json; give the path of a trace folder (NAME.trace)"
+            )
+    except (OSError, ValueError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{shown} cannot be opened: {error}") from None
+    header, digest = read_header(folder / "header.json")
+    return folder, header, digest
+
+
+def rank_folders(folder: Path, ranks: int) -> list[Path]:
+    """The folders of all ranks, in order; a missing, surplus or linked one raises `TraceError`."""
+    found = sorted(name for name in os.listdir(folder) if RANK_FOLDER.fullmatch(name))
+    wanted = [f"rank-{rank:05d}" for rank in range(ranks)]
+    for name in wanted:
+        if name not in found:
+            raise TraceError(
+                f"{short(folder / name)} is missing; the header says the run had {ranks} ranks, copy it here"
+            )
+    if surplus := [name for name in found if name not in wanted]:
+        raise TraceError(f"{short(folder / surplus[0])} is one rank too many; the header says the run had {ranks}")
+    for name in wanted:
+        if (folder / name).is_symlink() or not (folder / name).is_dir():
+            raise TraceError(f"{short(folder / name)} is not a folder of its own; links are refused")
+    return [folder / name for name in wanted]
+
+
+class RankFolder:
+    """The sealed steps of one rank, as they were when it was opened."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        header: Header,
+        header_hash: str,
+        *,
+        check_hash: bool = True,
+        seals: int | None = None,
+    ) -> None:
+        self.folder, self.rank, self.header = folder, rank, header
+        self._check_hash = check_hash
+        self.tables = SchemaTables.of(header)
+        self.header_hash = read_rank_header(folder / "header.json", rank, header.ranks, header_hash)
+        self.end = self._read_end() if seals is None else None
+        self.seals: list[SealSummary] = []
+        self._cache: OrderedDict[int, dict[int, SealedStep]] = OrderedDict()
+        self._chunks: OrderedDict[str, ChunkFile] = OrderedDict()
+        self._routing: dict[str, RoutingFile] = {}
+        self._load(seals)
+        self._seal_of = {step: seal for seal in self.seals for step in seal.steps}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank was ended (closed, or recovered)."""
+        return self.end is not None
+
+    @property
+    def last_hash(self) -> str:
+        """Hash of the last seal."""
+        return self.seals[-1].sha256 if self.seals else NO_HASH
+
+    @property
+    def steps(self) -> list[int]:
+        """All sealed steps."""
+        return list(self._seal_of)
+
+    def recorded(self) -> list[int]:
+        """Steps of which more than scalars was recorded."""
+        return [step for seal in self.seals for step, kept in zip(seal.steps, seal.recorded, strict=True) if kept]
+
+    def seal_of(self, step: int) -> SealSummary | None:
+        """The seal that holds a step, or None."""
+        return self._seal_of.get(step)
+
+    def step(self, step: int) -> SealedStep:
+        """The record of a sealed step (KeyError otherwise). A few seals are kept parsed."""
+        seal = self._seal_of[step]
+        if seal.number not in self._cache:
+            again = self._read_seal(seal.number)
+            if again.sha256 != seal.sha256:
+                raise TraceError(f"{short(self._seal_path(seal.number))} changed while the trace was open")
+            self._cache[seal.number] = {s.step: s for s in again.steps}
+            while len(self._cache) > _KEPT_SEALS:
+                self._cache.popitem(last=False)
+        return self._cache[seal.number][step]
+
+    def chunk(self, seal: SealSummary, kind: str = "chunk") -> ChunkFile | None:
+        """The safetensors file of a seal, or None where it wrote none."""
+        entry = seal.file(kind)
+        if entry is None:
+            return None
+        if entry.name not in self._chunks:
+            steps = (seal.steps[0], seal.steps[-1])
+            self._chunks[entry.name] = ChunkFile(self.folder / entry.name, entry, steps, self._check_hash)
+        self._chunks.move_to_end(entry.name)
+        if len(self._chunks) > _KEPT_INDEXES:
+            self._chunks.popitem(last=False)
+        return self._chunks[entry.name]
+
+    def routing(self, seal: SealSummary) -> RoutingFile | None:
+        """The routing file of a seal, or None where it wrote none."""
+        entry = seal.file("routing")
+        if entry is None:
+            return None
+        if entry.name not in self._routing:
+            steps = (seal.steps[0], seal.steps[-1])
+            self._routing[entry.name] = RoutingFile(self.folder / entry.name, entry, steps, self.header.layers)
+        return self._routing[entry.name]
+
+    def _read_end(self) -> End | None:
+        path = self.folder / "end.json"
+        return read_end(path, self.rank) if os.path.lexists(path) else None
+
+    def _seal_path(self, number: int) -> Path:
+        return self.folder / f"seal-{number:06d}.json"
+
+    def _read_seal(self, number: int) -> Seal:
+        return read_seal(self._seal_path(number), number, self.rank, self.header_hash, self.tables)
+
+    def _load(self, limit: int | None) -> None:
+        present = sorted(int(m[1]) for name in os.listdir(self.folder) if (m := SEAL_NAME.fullmatch(name)))
+        count = len(present) if limit is None else limit
+        if self.end is not None:
+            count = self.end.seals
+            if surplus := [n for n in present if n >= count]:
+                raise TraceError(
+                    f"{short(self._seal_path(surplus[0]))} lies beyond the end, which counts {count} seals"
+                )
+        previous, last = NO_HASH, -1
+        for number in range(count):
+            seal = self._read_seal(number)
+            where = short(self._seal_path(number))
+            if seal.previous != previous:
+                raise TraceError(
+                    f"{where} (steps {seal.first_step} to {seal.last_step}) does not follow the seal before it"
+                )
+            if seal.first_step <= last:
+                raise TraceError(f"{where}: step {seal.first_step} comes after step {last}")
+            previous, last = seal.sha256, seal.last_step
+            self.seals.append(
+                SealSummary(
+                    number,
+                    seal.sha256,
+                    seal.files,
+                    tuple(s.step for s in seal.steps),
+                    tuple(s.recorded for s in seal.steps),
+                )
+            )
+        if self.end is not None and self.end.last_seal != previous:
+            raise TraceError(f"{short(self.folder / 'end.json')} names another last seal than the one that is there")

@@ -1,0 +1,422 @@
+"""Read a trace: lazily, within bounded memory, and without torch until a tensor is asked for.
+
+Legend: E experts, K top-k, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traces import _tables
+from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
+from traces.chunks import ChunkFile, Slot
+from traces.errors import NotRecorded, TraceError, unknown
+from traces.schema import Header, LayerInfo, RawTensor, presence_width
+from traces.views import NONE, ParamInfo, RoutingStep, StepView
+
+if TYPE_CHECKING:
+    import polars as pl
+    from torch import Tensor
+
+    from traces.verify import Finding
+
+
+def open_trace(path: str | Path, *, check_hash: bool = True) -> Trace:
+    """Open a trace folder; `TraceError` where it is none, or where its headers or seals are damaged.
+
+    A trace that is still being written shows the steps sealed at this moment. Data files are checked against their
+    seals when they are first read; `check_hash=False` compares sizes only, for traces too large to read in full.
+    """
+    return Trace(path, check_hash=check_hash)
+
+
+class Trace:
+    """A recorded run. Tensors come in the parameter's own layout and in the dtype they were recorded in."""
+
+    def __init__(self, path: str | Path, *, check_hash: bool = True) -> None:
+        self.path, self.header, self.header_hash = find_trace(path)
+        self._ranks = [
+            RankFolder(folder, rank, self.header, self.header_hash, check_hash=check_hash)
+            for rank, folder in enumerate(rank_folders(self.path, self.header.ranks))
+        ]
+        self._params = {p.name: p for p in self.header.params}
+        self._layers = {x.layer: x for x in self.header.layers}
+        ends = [rank.seals[-1].steps[-1] if rank.seals else -1 for rank in self._ranks]
+        self._last = min(ends)  # a step exists when every rank has sealed it
+
+    # ------------------------------------------------------------------------------------------- what there is
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({str(self.path)!r}, steps={len(self.steps)}, params={len(self._params)}, finished={self.finished})"
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank was closed; otherwise only sealed steps are seen."""
+        return all(rank.finished for rank in self._ranks)
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that pin the header and everything sealed."""
+        seals = "".join(rank.last_hash for rank in self._ranks)
+        return hashlib.sha256((self.header_hash + seals).encode()).hexdigest()[:12]
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were seen but could not be written, as counted when the trace was closed."""
+        return sum(rank.end.lost_steps for rank in self._ranks if rank.end)
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """The MoE layers."""
+        return self.header.layers
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams that were to be recorded."""
+        return self.header.streams
+
+    @property
+    def infos(self) -> dict[str, ParamInfo]:
+        """Parameter descriptions by name, in the order of the model."""
+        return dict(self._params)
+
+    def param(self, name: str) -> ParamInfo:
+        """One parameter's description; `UnknownName` with the choices otherwise."""
+        if name not in self._params:
+            raise unknown("parameter", name, self._params)
+        return self._params[name]
+
+    def layer(self, number: int) -> LayerInfo:
+        """One MoE layer's description."""
+        if number not in self._layers:
+            raise unknown("MoE layer", str(number), map(str, self._layers))
+        return self._layers[number]
+
+    @cached_property
+    def params(self) -> pl.DataFrame:
+        """The parameter table: name, role, layer, shape, dtype, num_experts, expert_axis, numel, bytes."""
+        return _tables.params_frame(self.header)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps of which more than scalars was recorded, increasing."""
+        return [s for s in self._ranks[0].recorded() if s <= self._last]
+
+    def recorded_steps(self) -> list[int]:
+        """The same as `steps`."""
+        return list(self.steps)
+
+    @property
+    def all_steps(self) -> list[int]:
+        """Every sealed step, those included of which only scalars were kept."""
+        return [s for s in self._ranks[0].steps if s <= self._last]
+
+    def bursts(self) -> list[tuple[int, int]]:
+        """(first, last) of each run of consecutive recorded steps."""
+        runs: list[list[int]] = []
+        for step in self.steps:
+            if runs and step == runs[-1][1] + 1:
+                runs[-1][1] = step
+            else:
+                runs.append([step, step])
+        return [(first, last) for first, last in runs]
+
+    def contiguous(self) -> bool:
+        """Whether the recorded steps have no gap."""
+        return len(self.bursts()) <= 1
+
+    # ------------------------------------------------------------------------------------------------- tensors
+
+    def raw(self, stream: str, param: str, step: int, experts: Sequence[int] | None = None) -> RawTensor | None:
+        """The stored bits of one tensor, or of some experts of it; None where that tensor is not in the trace.
+
+        Reads only the bytes asked for when the expert axis is the first one.
+        """
+        found = self._find(stream, param, step)
+        if found is None:
+            return None
+        chunk, slot = found
+        axis = positions = None
+        if experts is not None:
+            axis, positions = self._positions(stream, param, step, experts, slot)
+        data = chunk.read(slot, axis, positions)
+        return RawTensor(slot.dtype, tuple(data.shape), data)
+
+    def gradient(self, param: str, step: int, experts: Sequence[int] | None = None) -> Tensor | None:
+        """The fresh gradient of one step, or of some experts of it (in the order asked for).
+
+        None where `.grad` was None; `NotRecorded` where the step, the parameter or an expert was not recorded.
+        """
+        return self._tensor("gradient", param, step, experts)
+
+    def weight(self, param: str, step: int, experts: Sequence[int] | None = None) -> Tensor:
+        """The weight **before** the update of this step; the closing snapshot lies one step past the last."""
+        tensor = self._tensor("weight", param, step, experts)
+        if tensor is None:
+            raise NotRecorded(self._missing("weight", param, step))
+        return tensor
+
+    def tensor(self, stream: str, param: str, step: int, experts: Sequence[int] | None = None) -> Tensor | None:
+        """A tensor of any stream (`grad_buffer`, `state.exp_avg`, ...), with the rules of `gradient`."""
+        return self._tensor(stream, param, step, experts)
+
+    def experts(self, param: str, step: int) -> np.ndarray | None:
+        """Ids of the recorded experts of a parameter [n] int64, None meaning all in order."""
+        record = self._record(step)
+        ids = record.experts.get(self.param(param).name)
+        return None if ids is None else np.array(ids, np.int64)
+
+    def presence(self, param: str, step: int) -> np.ndarray:
+        """Presence codes of `traces.views`, uint8 [E], or 0-d for a parameter that is no stack of experts."""
+        info = self.param(param)
+        text = self._record(step).presence
+        shape = () if info.expert_axis is None else (presence_width(info),)
+        if not text:
+            return np.zeros(shape, np.uint8)
+        start = self._presence_start[param]
+        codes = np.frombuffer(text[start : start + presence_width(info)].encode(), np.uint8) - np.uint8(48)
+        return codes.reshape(shape)
+
+    def lr(self, step: int, param: str) -> float | None:
+        """The learning rate the optimizer used for a parameter in this step; None where it is not known."""
+        rates, group = self._record(step).scalars.get("lr"), self._group_of.get(self.param(param).name)
+        if isinstance(rates, list):
+            return (
+                float(rates[group]) if group is not None and group < len(rates) and rates[group] is not None else None
+            )
+        return float(rates) if isinstance(rates, int | float) else None
+
+    def weight_steps(self, param: str | None = None) -> list[int]:
+        """Steps at which a weight is stored (of `param`, or of any parameter), increasing."""
+        found = set()
+        for rank in self._ranks:
+            for seal in rank.seals:
+                chunk = rank.chunk(seal)
+                if chunk is not None:
+                    found |= {k[0] for k in chunk.index() if k[1] == "weight" and param in (None, k[2])}
+        return sorted(s for s in found if s <= self._last)
+
+    # ---------------------------------------------------------------------------------------- routing, scalars
+
+    def routing(self) -> pl.LazyFrame:
+        """All routing: step, micro_step, layer, token, is_pad, expert_0 .. expert_{K-1}; rank where there are several.
+
+        -1 marks a slot that was not executed. Files are checked now, decoded when collected.
+        """
+        return _tables.routing_frame(self._ranks, self._last, self.header)
+
+    def routing_steps(self, layer: int) -> Iterator[RoutingStep]:
+        """What one layer executed, step by step; micro-steps and ranks joined. Empty where routing was not recorded."""
+        self.layer(layer)
+        for step in self.steps:
+            routing = self.routing_step(step, layer)
+            if routing is not None:
+                yield routing
+
+    def routing_step(self, step: int, layer: int) -> RoutingStep | None:
+        """What one layer executed in one step; None where its routing was not recorded."""
+        return _tables.routing_step(self._ranks, self._record(step).step, self.layer(layer))
+
+    def scalars(self) -> pl.DataFrame:
+        """One row per sealed step, unrecorded ones included: step, recorded, skipped, every scalar, nonfinite.
+
+        NaN and infinities are null; `nonfinite` names them, as in `loss=nan`, and is empty otherwise.
+        """
+        return _tables.scalars_frame(self._ranks[0], self._last)
+
+    def statistics(self, param: str | None = None) -> pl.DataFrame:
+        """The stream `statistics` in long form: step, param, index, value."""
+        return _tables.long_frame(self._stream("statistics", param))
+
+    def probe(self) -> pl.DataFrame:
+        """The stream `probe` (routing of a fixed batch) in long form: step, param, index, value."""
+        return _tables.long_frame(self._stream("probe", None))
+
+    # ---------------------------------------------------------------------------------------------------- views
+
+    def views(
+        self,
+        params: Iterable[str] | None = None,
+        steps: Iterable[int] | None = None,
+        streams: Iterable[str] = ("gradient", "weight", "routing"),
+    ) -> Iterator[StepView]:
+        """StepViews in step order: in each step first one per MoE layer with routing, then one per parameter.
+
+        A parameter with nothing recorded in a step (presence not_recorded) is left out of it. Holds one step's routing
+        and one tensor of each stream at a time.
+        """
+        names = [self.param(p).name for p in (self._params if params is None else params)]
+        wanted = set(streams)
+        for step in self.steps if steps is None else sorted(steps):
+            yield from self._views_of(step, names, wanted)
+
+    def _views_of(self, step: int, names: list[str], wanted: set[str]) -> Iterator[StepView]:
+        scalars = self._record(step).scalars
+        routed = {}
+        if "routing" in wanted:
+            for layer in self._layers:
+                routing = self.routing_step(step, layer)
+                if routing is not None:
+                    routed[layer] = routing.tokens_per_expert
+                    yield StepView(step=step, layer=layer, routing=routing, scalars=scalars)
+        for name in names:
+            info = self._params[name]
+            presence = self.presence(name, step)
+            gradient = self._maybe("gradient", name, step) if "gradient" in wanted else None
+            weight = self._maybe("weight", name, step) if "weight" in wanted else None
+            if gradient is None and weight is None and not presence.any():
+                continue
+            counts = routed.get(info.layer) if info.layer is not None and info.role == "routed_expert" else None
+            yield StepView(
+                step=step,
+                param=info,
+                layer=info.layer,
+                gradient=gradient,
+                presence=presence,
+                weight=weight,
+                lr=self.lr(step, name),
+                tokens_per_expert=counts,
+                experts=self.experts(name, step),
+                scalars=scalars,
+            )
+
+    def verify(self) -> list[Finding]:
+        """Read everything and return what is wrong, each finding naming file and step; empty for a sound trace."""
+        from traces.verify import verify_trace
+
+        return verify_trace(self.path)
+
+    # ------------------------------------------------------------------------------------------------- private
+
+    @cached_property
+    def _group_of(self) -> dict[str, int]:
+        groups = self.header.run.get("groups")
+        found: dict[str, int] = {}
+        for number, group in enumerate(groups if isinstance(groups, list) else []):
+            names = group.get("params") if isinstance(group, dict) else group
+            found.update({name: number for name in names if isinstance(name, str)} if isinstance(names, list) else {})
+        return found
+
+    @cached_property
+    def _presence_start(self) -> dict[str, int]:
+        starts, total = {}, 0
+        for param in self.header.params:
+            starts[param.name] = total
+            total += presence_width(param)
+        return starts
+
+    def _record(self, step: int) -> Any:
+        rank = self._ranks[0]
+        if step > self._last or rank.seal_of(step) is None:
+            raise NotRecorded(f"step {step} is not in {self.path.name}; it holds {self._span()}")
+        return rank.step(step)
+
+    def _span(self) -> str:
+        steps = self.all_steps
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "no sealed step"
+
+    def _find(self, stream: str, param: str, step: int) -> tuple[ChunkFile, Slot] | None:
+        """Replicated tensors are written once, by rank 0; a tensor of one rank only is found there."""
+        if step > self._last:
+            return None
+        for rank in self._ranks:
+            seal = rank.seal_of(step)
+            chunk = rank.chunk(seal) if seal is not None else None
+            if chunk is not None and (slot := chunk.index().get((step, stream, param))) is not None:
+                self._check_slot(chunk, stream, param, step, slot)
+                return chunk, slot
+        return None
+
+    def _check_slot(self, chunk: ChunkFile, stream: str, param: str, step: int, slot: Slot) -> None:
+        if stream not in ("gradient", "grad_buffer", "weight"):
+            return
+        info, ids = self.param(param), self.experts(param, step)
+        shapes = [info.shape]
+        if ids is not None and info.expert_axis is not None:
+            shapes.append((*info.shape[: info.expert_axis], len(ids), *info.shape[info.expert_axis + 1 :]))
+        if slot.shape not in shapes:
+            raise TraceError(
+                f"{chunk.where}: {stream} of {param!r} at step {step} has shape {slot.shape}, not {shapes[0]}"
+            )
+
+    def _tensor(self, stream: str, param: str, step: int, experts: Sequence[int] | None) -> Tensor | None:
+        from traces._torch import to_torch
+
+        info = self.param(param)
+        self._record(step)
+        raw = self.raw(stream, param, step, experts)
+        if raw is not None:
+            return to_torch(raw)
+        if (
+            stream in ("gradient", "grad_buffer")
+            and info.expert_axis is None
+            and int(self.presence(param, step)) == NONE
+        ):
+            return None
+        if (
+            stream in ("gradient", "grad_buffer")
+            and (codes := self.presence(param, step)).size
+            and (codes == NONE).all()
+        ):
+            return None
+        raise NotRecorded(self._missing(stream, param, step))
+
+    def _maybe(self, stream: str, param: str, step: int) -> Tensor | None:
+        from traces._torch import to_torch
+
+        raw = self.raw(stream, param, step)
+        return None if raw is None else to_torch(raw)
+
+    def _missing(self, stream: str, param: str, step: int) -> str:
+        where = f"{stream} of {param!r} at step {step} is not in {self.path.name}"
+        if stream not in self.streams and stream != "weight":
+            return f"{where}: the stream was not recorded; record it with RecordAt(streams=(..., {stream!r}))"
+        if step in self.steps and stream != "weight":
+            return f"{where}: the role {self.param(param).role!r} was not recorded; name it in RecordAt(roles=...)"
+        if stream == "weight":
+            return (
+                f"{where}: weights are stored at the first recorded step and after the last; see Trace.weight_steps()"
+            )
+        return f"{where}: only scalars were kept of this step; see Trace.steps"
+
+    def _positions(
+        self, stream: str, param: str, step: int, experts: Sequence[int], slot: Slot
+    ) -> tuple[int, list[int]]:
+        info = self.param(param)
+        if info.expert_axis is None:
+            raise NotRecorded(f"{param!r} is no stack of experts; ask for it without `experts`")
+        total = presence_width(info)
+        chosen = [int(e) for e in experts]
+        if bad := [e for e in chosen if not 0 <= e < total]:
+            raise unknown(f"expert of {param!r}", str(bad[0]), [f"0 to {total - 1}"])
+        ids = self.experts(param, step)
+        if ids is None or slot.shape[info.expert_axis] == total:
+            return info.expert_axis, chosen
+        where = {int(e): i for i, e in enumerate(ids)}
+        if absent := [e for e in chosen if e not in where]:
+            raise NotRecorded(
+                f"{stream} of expert {absent[0]} of {param!r} at step {step} was not recorded; recorded are {list(where)}"
+            )
+        return info.expert_axis, [where[e] for e in chosen]
+
+    def _stream(self, stream: str, param: str | None) -> Iterator[tuple[int, str, RawTensor]]:
+        for rank in self._ranks[:1]:
+            for seal in rank.seals:
+                yield from self._stream_of(rank, seal, stream, param)
+
+    def _stream_of(
+        self, rank: RankFolder, seal: SealSummary, stream: str, param: str | None
+    ) -> Iterator[tuple[int, str, RawTensor]]:
+        chunk = rank.chunk(seal)
+        for key, slot in sorted(chunk.index().items()) if chunk is not None else ():
+            if key[1] == stream and param in (None, key[2]) and key[0] <= self._last:
+                data = chunk.read(slot)  # type: ignore[union-attr]
+                yield key[0], key[2], RawTensor(slot.dtype, slot.shape, data)

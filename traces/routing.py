@@ -1,0 +1,185 @@
+"""Routing files: parquet, one row per token, ids in columns of their own.
+
+Legend: T tokens, K top-k of the widest layer.
+
+Columns: step, micro_step, layer, token, is_pad, expert_0 .. expert_{K-1}; rows are sorted by layer, step, micro_step,
+token, so that neighbouring ids come from one layer. The id columns split their bytes into planes, which leaves an
+entropy coder one byte per id; the keys are runs and cost next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traces._files import AsideFile, opened, short
+from traces.chunks import check_entry
+from traces.errors import TraceError
+from traces.schema import FileEntry, LayerInfo, RoutingRecord
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+ROW_GROUP_ROWS = 1 << 20
+MAX_SLOTS = 4096
+KEYS = ("step", "micro_step", "layer", "token")
+_PHYSICAL = {"step": "INT64", "micro_step": "INT32", "layer": "INT32", "token": "INT32", "is_pad": "BOOLEAN"}
+
+
+def id_dtype(num_experts: int) -> np.dtype[Any]:
+    """Narrowest signed integer that holds -1 and every id below `num_experts`."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16 if num_experts <= 32768 else np.int32)
+
+
+def check_routing(record: RoutingRecord, layer: LayerInfo, step: int) -> None:
+    """Refuse routing that does not fit its layer; `TraceError` names step, layer and value."""
+    where = f"routing of step {step}, layer {record.layer}"
+    ids, pad = record.topk_expert_ids, record.is_pad
+    if ids.ndim != 2 or ids.shape[1] > layer.top_k or ids.dtype.kind not in "iu":
+        raise TraceError(f"{where}: ids must be integers [T, K <= {layer.top_k}], got {ids.dtype} {ids.shape}")
+    if pad.shape != ids.shape[:1] or pad.dtype != np.bool_:
+        raise TraceError(f"{where}: is_pad must be bool [{len(ids)}], got {pad.dtype} {pad.shape}")
+    if ids.size and not (-1 <= int(ids.min()) and int(ids.max()) < layer.num_experts):
+        raise TraceError(f"{where}: ids run from {ids.min()} to {ids.max()}, allowed are -1 to {layer.num_experts - 1}")
+
+
+def write_routing(path: Path, rows: Sequence[tuple[int, RoutingRecord]], layers: Sequence[LayerInfo]) -> FileEntry:
+    """Write (step, record) pairs, already in row order, and return what the seal says about the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lengths = np.array([len(record.is_pad) for _, record in rows], np.int64)
+    total = int(lengths.sum())
+    slots = max(x.top_k for x in layers)
+    ids = np.full((slots, total), -1, id_dtype(max(x.num_experts for x in layers)))
+    is_pad, token = np.empty(total, np.bool_), np.empty(total, np.int32)
+    end = 0
+    for (_, record), length in zip(rows, lengths.tolist(), strict=True):
+        begin, end = end, end + length
+        ids[: record.topk_expert_ids.shape[1], begin:end] = record.topk_expert_ids.T
+        is_pad[begin:end] = record.is_pad
+        token[begin:end] = np.arange(length)
+    columns: dict[str, Any] = {
+        "step": np.repeat(np.array([step for step, _ in rows], np.int64), lengths),
+        "micro_step": np.repeat(np.array([r.micro_step for _, r in rows], np.int32), lengths),
+        "layer": np.repeat(np.array([r.layer for _, r in rows], np.int32), lengths),
+        "token": token,
+        "is_pad": is_pad,
+    }
+    columns.update({f"expert_{k}": ids[k] for k in range(slots)})
+    table = pa.table(columns)
+    runs = ["step", "micro_step", "layer"]
+    encodings = {"token": "DELTA_BINARY_PACKED", "is_pad": "RLE"}
+    encodings.update({f"expert_{k}": "BYTE_STREAM_SPLIT" for k in range(slots)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=ROW_GROUP_ROWS,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=runs,
+        column_encoding=encodings,
+        write_statistics=runs,
+        store_schema=False,
+        data_page_version="2.0",
+    )
+    file = AsideFile(path)
+    try:
+        file.write(memoryview(sink.getvalue()))
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+    return FileEntry(path.name, file.bytes, file.sha256, total)
+
+
+class RoutingFile:
+    """One sealed routing file, checked before anything in it is decoded."""
+
+    def __init__(self, path: Path, entry: FileEntry, steps: tuple[int, int], layers: Sequence[LayerInfo]) -> None:
+        self.path, self.entry, self.steps = path, entry, steps
+        self._slots = max((x.top_k for x in layers), default=0)
+        self._dtype = id_dtype(max((x.num_experts for x in layers), default=1))
+        self._checked = False
+
+    @property
+    def where(self) -> str:
+        """Name of the file and its steps, for messages."""
+        return f"{short(self.path)} (steps {self.steps[0]} to {self.steps[1]})"
+
+    def check(self) -> None:
+        """Check size, hash, schema, row counts and declared sizes; `TraceError` otherwise. Cheap after the first time."""
+        if not self._checked:
+            with opened(self.path) as (descriptor, status):
+                check_entry(descriptor, status.st_size, self.entry, self.path, self.steps, True)
+            self._guard(lambda: self._check_metadata(self._open().metadata))
+            self._checked = True
+
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+        """Rows [start, stop) of some columns; decodes one row group (2^20 rows at most) at a time."""
+        self.check()
+        return self._guard(lambda: self._rows(start, stop, columns))
+
+    def _rows(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+        for first, table in self._groups(start, stop, columns):
+            piece = table.slice(max(start - first, 0), min(stop - first, table.num_rows) - max(start - first, 0))
+            for name in columns:
+                parts[name].append(piece.column(name).to_numpy())
+        empty = {name: np.empty(0, np.bool_ if name == "is_pad" else np.int64) for name in columns}
+        return {name: np.concatenate(parts[name]) if parts[name] else empty[name] for name in columns}
+
+    def _groups(self, start: int, stop: int, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        file, first = self._open(), 0
+        for group in range(file.metadata.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if first < stop and first + count > start:
+                table = file.read_row_group(group, columns=list(columns), use_threads=False)
+                if table.num_rows != count or any(table.column(c).null_count for c in columns):
+                    raise TraceError(f"{self.where}: row group {group} does not hold its {count} rows")
+                yield first, table
+            first += count
+
+    def _open(self) -> pq.ParquetFile:
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(str(self.path), memory_map=False, pre_buffer=False)
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if metadata.num_rows != self.entry.rows:
+            raise TraceError(f"{self.where}: holds {metadata.num_rows} rows, its seal says {self.entry.rows}")
+        names = [*_PHYSICAL, *(f"expert_{k}" for k in range(self._slots))]
+        found = [
+            (c.name, c.physical_type, c.max_repetition_level)
+            for c in (metadata.schema.column(i) for i in range(len(metadata.schema)))
+        ]
+        if found != [(name, _PHYSICAL.get(name, "INT32"), 0) for name in names]:
+            raise TraceError(f"{self.where}: columns are not {', '.join(names[:6])}, ... of the declared types")
+        for group in range(metadata.num_row_groups):
+            info = metadata.row_group(group)
+            if not 0 <= info.num_rows <= ROW_GROUP_ROWS:
+                raise TraceError(
+                    f"{self.where}: row group {group} has {info.num_rows} rows, at most {ROW_GROUP_ROWS} are allowed"
+                )
+            for i in range(info.num_columns):
+                column = info.column(i)
+                if (
+                    column.num_values != info.num_rows
+                    or not 0 <= column.total_uncompressed_size <= 32 * info.num_rows + 65536
+                ):
+                    raise TraceError(
+                        f"{self.where}: column {names[i]} of row group {group} declares a size that cannot be true"
+                    )
+
+    def _guard(self, action: Any) -> Any:
+        """Run a parquet call; whatever it raises (even what is no `Exception`) becomes one line."""
+        try:
+            return action()
+        except (TraceError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise TraceError(f"{self.where} is not readable parquet: {str(error).splitlines()[0][:120]}") from None
