@@ -10,6 +10,8 @@ from traces.errors import GradreelError
 
 if TYPE_CHECKING:
     import torch
+
+    from toolkit.recipes import Recipe
     from traces.record_at import RecordAt
 
 
@@ -57,6 +59,19 @@ class Ablation:
         import torch
 
         return torch.optim.AdamW(model.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+    def trained_recipe(self) -> Recipe:
+        """The recipe that says what `optimizer` does."""
+        from toolkit.variants import recipe
+
+        return recipe("adamw", lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+    def recipes(self) -> dict[str, Recipe]:
+        """The arms by name, the baseline first, with the options it was trained with."""
+        from toolkit.variants import recipe
+
+        rest = [name for name in self.arms if name != self.baseline]
+        return {self.baseline: self.trained_recipe()} | {name: recipe(name) for name in rest}
 
     def record_at(self) -> RecordAt:
         """Every step, with the full gradient of every expert."""

@@ -1,0 +1,66 @@
+"""The recorder's benchmark: its arithmetic on made-up times, and one short real run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ablations.bench_recorder import bench_recorder, ratio_of, run_bench
+from ablations.presets import PRESETS
+from traces import GradreelError
+
+
+def test_the_interval_holds_the_true_median_and_shrinks_with_pairs() -> None:
+    noise = np.random.default_rng(3)
+    plain = noise.lognormal(-2, 0.3, 2000)
+    recorded = plain * noise.normal(1.05, 0.02, 2000)
+    many, few = ratio_of(recorded, plain), ratio_of(recorded[:50], plain[:50])
+    assert many.low < 1.05 < many.high
+    assert many.low < many.median < many.high
+    assert few.low < few.median < few.high
+    assert (many.high - many.low) < (few.high - few.low) / 3
+    assert many.pairs == 2000
+
+
+def test_rare_slow_steps_show_in_the_sums_and_not_in_the_median() -> None:
+    plain = np.full(400, 0.1)
+    recorded = plain.copy()
+    recorded[::20] += 0.2
+    ratio = ratio_of(recorded, plain)
+    assert ratio.median == ratio.high == 1.0
+    assert ratio.of_sums == pytest.approx(1.1)
+    assert ratio.of_sums_low < 1.1 < ratio.of_sums_high
+
+
+def test_a_short_real_run_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    demo = PRESETS.get("demo")
+    model = dataclasses.replace(demo.model, hidden_size=32, expert_hidden=16, dense_hidden=32, num_heads=2)
+    small = dataclasses.replace(demo, model=model, batch=2, length=32)
+    result = bench_recorder(6, preset=small, folder=tmp_path)
+    assert result.overhead.pairs == result.control.pairs == 6
+    assert result.tokens_per_step == 64
+    gradient_bytes = 4 * 2 * (8 * 3 * 16 * 32 + 8 * 32)  # two MoE layers: experts and router, float32
+    assert gradient_bytes < result.trace_bytes_per_step < 3 * gradient_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_pairs_are_refused() -> None:
+    with pytest.raises(GradreelError, match="pairs is 1; allowed: at least 2"):
+        bench_recorder(1)
+
+
+def test_the_json_row_carries_device_unit_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ablations import bench_recorder as module
+
+    ratio = ratio_of(np.full(5, 1.05), np.ones(5))
+    made_up = module.OverheadResult(ratio, ratio, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), 10.0, 64, "cpu", 2, {"torch": "x"})
+    monkeypatch.setattr(module, "bench_recorder", lambda *a, **k: made_up)
+    file = tmp_path / "row.json"
+    assert run_bench(json_path=file)
+    row = json.loads(file.read_text())
+    assert row["op"] == "recorder"
+    assert row["device"] == "cpu"
+    assert row["versions"] == {"torch": "x"}
+    assert row["overhead"]["median"] == pytest.approx(1.05)
