@@ -49,7 +49,7 @@ class _Watch:
     per_expert: bool
     expert: int | None
     stacked: bool
-    last_step: int | None = None
+    last_steps: dict[str, int] = field(default_factory=dict)
     seen: set[int] | None = field(default_factory=set)
 
 
@@ -109,11 +109,12 @@ class MetricEngine:
             if not _applies(metric, view) or (metric.per_recipe and not at_work):
                 continue
             watch = self._watch(metric, view, recipe if metric.per_recipe else None, subject)
-            if watch.last_step is not None and view.step <= watch.last_step and metric.scope != "run":
-                if not metric.per_recipe and view.step == watch.last_step:
-                    continue
-                raise ValueError(f"{metric.name}: step {view.step} of {subject} was fed after step {watch.last_step}")
-            watch.last_step = view.step
+            last = watch.last_steps.get(subject, view.step - 1)
+            if view.step == last and not metric.per_recipe:
+                continue
+            if view.step <= last:
+                raise ValueError(f"{metric.name}: step {view.step} of {subject} was fed after step {last}")
+            watch.last_steps[subject] = view.step
             if view.experts is None:
                 watch.seen = None
             elif watch.seen is not None:

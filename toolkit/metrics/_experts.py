@@ -225,3 +225,17 @@ def tokens_of(view: StepView) -> np.ndarray | None:
     if info.expert is not None and info.expert_axis is None and info.expert < len(tokens):
         return tokens[info.expert : info.expert + 1]
     return spread(tokens, view) if expert_ids(view) is not None else None
+
+
+def common_rows(left: np.ndarray | None, right: np.ndarray | None, experts: int) -> tuple[Any, Any, Any]:
+    """Positions in two selections of experts (ids, or None for all), and the ids, of the experts in both.
+
+    Slices where both hold everything, so that indexing with them copies nothing.
+    """
+    if left is None and right is None:
+        return slice(None), slice(None), slice(None)
+    everyone = np.arange(experts)
+    ids, mine, theirs = np.intersect1d(
+        everyone if left is None else left, everyone if right is None else right, return_indices=True
+    )
+    return mine, theirs, ids

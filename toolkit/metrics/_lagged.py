@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.metrics._experts import (
+    common_rows,
     cosine,
     expert_ids,
     experts_of,
@@ -25,8 +26,8 @@ from toolkit.metrics._experts import (
     flat64,
     info_of,
     norm,
+    nothing_known,
     owned,
-    spread,
     to_numpy,
 )
 from toolkit.metrics._metric import Measure, Subject
@@ -79,6 +80,11 @@ class PairSums:
             state.total[lag], state.weight[lag], state.broken[lag] = (np.zeros(subject.experts) for _ in range(3))
         return state
 
+    @classmethod
+    def start_single(cls, subject: Subject) -> PairSums:
+        """Zero sums for a metric with one value per pair, not one per expert."""
+        return cls.start(replace(subject, experts=1))
+
     def add(self, lag: int, value: np.ndarray, weight: np.ndarray) -> None:
         """Add value * weight [E] where the value is finite; count where it is inf; skip where it is NaN."""
         good = np.isfinite(value)
@@ -93,6 +99,12 @@ class PairSums:
             value = np.where(self.broken[lag] > 0, np.inf, np.nan)
             np.divide(self.total[lag], weight, out=value, where=weight > 0)
             yield Measure(value, None, lag, weight.copy())
+
+    def single_means(self) -> Iterable[Measure]:
+        """`means` of a metric with one value per pair."""
+        for measure in self.means():
+            value, support = np.asarray(measure.value), np.asarray(measure.support, dtype=np.float64)
+            yield Measure(float(value[0]), None, measure.lag, float(support[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +143,8 @@ def lagged_cos(field_name: str) -> Functions:
 
 def _product(view: StepView, now: Tensor, before: _Direction) -> np.ndarray:
     """Inner products [E] with an earlier tensor; experts recorded at one step only are NaN."""
-    ids = expert_ids(view)
-    if _same(ids, before.experts):
-        return spread(to_numpy(torch.linalg.vecdot(now, before.tensor.to(torch.float64))), view)
-    mine, theirs, common = _common(ids, before.experts, experts_of(info_of(view)))
-    out = np.full(experts_of(info_of(view)), np.nan)
+    mine, theirs, common = common_rows(expert_ids(view), before.experts, experts_of(info_of(view)))
+    out = nothing_known(view)
     out[common] = to_numpy(torch.linalg.vecdot(now[mine], before.tensor[theirs].to(torch.float64)))
     return out
 
@@ -189,7 +198,7 @@ def _bits(mask: Tensor) -> np.ndarray:
 
 def _flip_rate(now: _Signs, before: _Signs, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """(share of flipped signs, elements compared), both [E]."""
-    mine, theirs, common = _common(now.experts, before.experts, experts)
+    mine, theirs, common = common_rows(now.experts, before.experts, experts)
     p, n, q, m = now.positive[mine], now.negative[mine], before.positive[theirs], before.negative[theirs]
     flipped = np.bitwise_count((p & m) | (n & q)).sum(axis=1, dtype=np.int64)
     both = np.bitwise_count((p | n) & (q | m)).sum(axis=1, dtype=np.int64).astype(np.float64)
@@ -199,20 +208,3 @@ def _flip_rate(now: _Signs, before: _Signs, experts: int) -> tuple[np.ndarray, n
     broken = np.isinf(now.norms[common]) | np.isinf(before.norms[common])
     value[common], compared[common] = np.where(broken, np.inf, rate), np.where(broken, 0.0, both)
     return value, compared
-
-
-def _same(left: np.ndarray | None, right: np.ndarray | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return np.array_equal(left, right)
-
-
-def _common(left: np.ndarray | None, right: np.ndarray | None, experts: int) -> tuple[Any, Any, Any]:
-    """Positions in both selections, and the ids, of the experts recorded at both steps."""
-    if left is None and right is None:
-        return slice(None), slice(None), slice(None)
-    everyone = np.arange(experts)
-    ids, mine, theirs = np.intersect1d(
-        everyone if left is None else left, everyone if right is None else right, return_indices=True
-    )
-    return mine, theirs, ids
