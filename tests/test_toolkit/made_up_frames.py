@@ -13,7 +13,7 @@ import polars as pl
 
 from toolkit.frame import SCHEMA
 
-#: recipe -> (cosine at lag 1, update RMS, how amplification falls with tokens, zombie displacement, state and pinned bytes)
+#: recipe -> (cosine at lag 1, update RMS, fall of amplification, zombie displacement, state bytes, pinned bytes)
 RECIPES: dict[str, tuple[float, float, float, float, int, int]] = {
     "adamw": (0.82, 0.30, 0.15, 0.020, 2 * 9_437_184, 0),
     "sgd": (0.10, 0.004, 0.0, 0.0, 0, 0),

@@ -30,7 +30,7 @@ def role_panels(
 ) -> Figure:
     """A figure with `panel(ax, frame, role)` for each of `roles` that has defined values of `metric`."""
     rows = rows_of(frame, metric)
-    shown: list[str | None] = list(roles_in(rows, roles or DEFAULT_ROLES)) or list(roles_in(rows))[:2] or [None]
+    shown: list[str | None] = [*roles_in(rows, roles or DEFAULT_ROLES)] or [*roles_in(rows)[:2]] or [None]
     if not rows.is_empty():
         rows = rows.filter(pl.col("role").is_in([r for r in shown if r is not None])) if shown != [None] else rows
     names = [text(name) for name in recipe_order(rows["recipe"].unique().to_list())]

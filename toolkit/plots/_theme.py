@@ -81,7 +81,7 @@ def family_of(recipe: str) -> str:
 
 
 def family_colour(recipe: str) -> str:
-    """The fixed colour of the recipe's family; a family from outside gets one by its name, the same in every process."""
+    """The fixed colour of the recipe's family; an outside family gets one by its name."""
     family = family_of(recipe)
     if family in FAMILY_COLOURS:
         return FAMILY_COLOURS[family]
@@ -129,7 +129,7 @@ def text(value: object, limit: int = 40) -> str:
 
 
 @functools.cache
-def _settings() -> dict[str, Any]:
+def _settings() -> Any:
     import seaborn as sns
 
     settings = dict(sns.axes_style("ticks"))

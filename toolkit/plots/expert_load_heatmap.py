@@ -77,7 +77,7 @@ def load_heatmap(ax: Axes, frame: pl.DataFrame, layer: int | None, *, colour_bar
         bar = ax.figure.colorbar(ax.collections[0], ax=ax, extend="min", pad=0.02, aspect=18)
         bar.set_label("load / uniform load [×]")
         bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼", "½", "1", "2", "4"])
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
         bar.ax.text(0.5, -0.08, "idle", transform=bar.ax.transAxes, ha="center", va="top", fontsize=7)
     return ax
 
@@ -119,7 +119,7 @@ def _ticks(ax: Axes, experts: list[int], steps: list[int]) -> None:
     gaps = np.diff(steps)
     if gaps.size and gaps.max() > gaps.min():  # the recording has holes: mark them, the axis counts recorded steps
         for place in np.flatnonzero(gaps > gaps.min()):
-            ax.axvline(place + 1, color="white", linewidth=1.0)
+            ax.axvline(float(place) + 1, color="white", linewidth=1.0)
 
 
 PLOT = Plot(

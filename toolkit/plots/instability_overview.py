@@ -77,6 +77,7 @@ PLOT = Plot(
     caption=(
         "Cosine between a parameter's gradients some steps apart (left; 1: the same direction, 0: unrelated), and the "
         "fraction of elements whose sign flipped (right; 0.5: unrelated), against the lag in steps, per role. "
-        f"{INTERVAL} over experts and parameters of the mean over the recording. The lower the cosine, the less a single step says about the next."
+        f"{INTERVAL} over experts and parameters of the mean over the recording. The lower the "
+        "cosine, the less a single step says about the next."
     ),
 )

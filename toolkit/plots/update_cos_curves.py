@@ -52,8 +52,9 @@ PLOT = Plot(
     draw=themed(draw),
     caption=(
         "Cosine between a recipe's updates some steps apart (1: the same direction, 0: unrelated) against the lag in "
-        f"steps, per role. {INTERVAL} over experts and parameters of the mean over the recording; recipes are moved sideways a little so that "
-        "none hides another. Smoothing over time raises the curve at short lags; a stateless recipe shows what the "
+        f"steps, per role. {INTERVAL} over experts and parameters of the mean over the recording; recipes are "
+        "moved sideways a little so that none hides another. "
+        "Smoothing over time raises the curve at short lags; a stateless recipe shows what the "
         "gradients alone give."
     ),
 )
