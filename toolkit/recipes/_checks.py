@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from toolkit.recipes._recipe import interval
+from toolkit.stages._rounding import ROUNDINGS
 from traces.errors import GradreelError
 
 IDLE_POLICIES = ("skip", "decay", "as_zero")
-ROUNDINGS = ("nearest", "stochastic", "paper")
 INFINITY = float("inf")
 
 

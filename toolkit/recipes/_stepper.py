@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.recipes._layout import Layout, presence_masks
+from toolkit.recipes._random import SlicedRng
 from toolkit.recipes._recipe import IdlePolicy, Recipe
 from toolkit.stages import Chain, Context, Ratio, Slot
 from toolkit.stages._rng import CounterRng
@@ -52,8 +53,8 @@ class Stepper:
 
     `chain` is the chain that serves the parameter; `state` holds its slots under the keys of `Chain.slots()`, in the
     canonical layout, and `step` (int64) where steps are counted. `rng` may be replaced by `StoredUniforms` to feed
-    stored numbers. Errors: GradreelError for complex or integer parameters and for slots that the idle policy cannot
-    take apart.
+    stored numbers; `first_element` is the index of the first element where the parameter is a shard of a larger one.
+    Errors: GradreelError for complex or integer parameters and for slots that the idle policy cannot take apart.
     """
 
     def __init__(self, recipe: Recipe, info: ParamInfo, *, device: Any = "cpu", seed: int = 0) -> None:
@@ -64,6 +65,7 @@ class Stepper:
         self.layout = Layout(info)
         self.idle: IdlePolicy = recipe.idle
         self.rng: Any = None
+        self.first_element = 0
         self._keys = [key for key, _ in self.chain.slots()]
         self._slots = dict(self.chain.slots())
         self._per_expert = {key: self._has_expert_axis(slot) for key, slot in self._slots.items()}
@@ -156,7 +158,7 @@ class Stepper:
             weight=weight,
             lr=float(lr) * self.chain.lr_scale,
             step=count,
-            rng=self.rng or CounterRng(self.seed, serial, self.info.name),
+            rng=self._random(serial, chosen, x),
             expert_stacked=self.layout.expert_stacked,
             tokens_per_expert=None if tokens is None else torch.as_tensor(tokens),
             gradient_in_buffer=in_buffer,
@@ -177,6 +179,13 @@ class Stepper:
                     mine[slot.name].mul_(stage.options["beta"])
         return direction
 
+    def _random(self, serial: int, chosen: Tensor | None, x: Tensor) -> Any:
+        rng = self.rng or CounterRng(self.seed, serial, self.info.name)
+        if chosen is None and not self.first_element:
+            return rng
+        ids = None if chosen is None else chosen.nonzero().flatten().tolist()
+        return SlicedRng(rng, base=self.first_element, experts=ids, size=x[:1].numel() if ids else 0)
+
     def _apply_some(self, update: Any, slots: dict[str, Tensor], ctx: Context, moving: Tensor) -> Tensor:
         # Idle policy "decay": every expert's state has moved, only the busy experts' weights may.
         direction = update.direction() if isinstance(update, Ratio) else update
@@ -185,7 +194,8 @@ class Stepper:
         ids = moving.nonzero().flatten().to(direction.device)
         part = ctx.weight.index_select(0, ids)
         chosen = direction.index_select(0, ids)
-        self.chain.stages[-1](chosen, slots, replace(ctx, weight=part))
+        rng = SlicedRng(ctx.rng, experts=ids.tolist(), size=direction[:1].numel())
+        self.chain.stages[-1](chosen, slots, replace(ctx, weight=part, rng=rng))
         ctx.weight.index_copy_(0, ids, part)
         return torch.zeros_like(direction).index_copy_(0, ids, chosen)
 

@@ -20,7 +20,7 @@ class SkewAdamOptions:
     """`paper_exact=True` sets every switch left at None as the original code behaves, otherwise as corrected.
 
     None means: eps_mode v_floor / add_to_sqrt, correct after / before, clip_scope tensor / matrix, decay own_dtype /
-    fused, rounding paper / stochastic, decay_1d True / False, idle as_zero in both (paper / corrected).
+    fused, rounding dither / stochastic, decay_1d True / False, idle as_zero in both (paper / corrected).
     `eps_row` floors the ratio of a row to the mean row, `eps` the columns (in squared units under v_floor).
     """
 
@@ -48,7 +48,7 @@ class SkewAdamOptions:
             "correct": "after" if exact else "before",
             "clip_scope": "tensor" if exact else "matrix",
             "decay": "own_dtype" if exact else "fused",
-            "rounding": "paper" if exact else "stochastic",
+            "rounding": "dither" if exact else "stochastic",
             "decay_1d": exact,
         }
         for name, value in defaults.items():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from toolkit.stages._rounding import rounded
 from toolkit.stages._shapes import direction
 from toolkit.stages._stage import Context, Ratio, Slots, Stage, defaults_of
 
 DECAYS = ("fused", "own_dtype")
-ROUNDINGS = ("nearest", "stochastic", "paper")
+#: Elements of a narrow weight that are widened at once.
+CHUNK = 1 << 22
 
 
 def apply(
@@ -24,21 +29,22 @@ def apply(
     """W <- round((1 - lr wd) W - lr x), in place; returns W.
 
     A weight of the compute dtype is never rounded. For bfloat16, `rounding` is "nearest", "stochastic" (unbiased,
-    representable values are fixed points; float16 rounds to nearest) or "paper" (SkewAdam's dither, arXiv 2607.19058).
+    representable values are fixed points) or "dither" (SkewAdam's, arXiv 2607.19058); float16 rounds to nearest.
     `decay="own_dtype"` decays before, in the weight's own dtype, where 1 - lr wd is exactly 1 for lr wd <= 1.9e-3.
     """
     weight, keep = ctx.weight, 1 - ctx.lr * weight_decay
     wide = x.numerator.dtype if isinstance(x, Ratio) else x.dtype
-    if weight.dtype == wide:
-        if weight_decay:
-            weight.mul_(keep)
-        return _descend(weight, x, ctx.lr)
-    if weight_decay and decay == "own_dtype":
+    if weight_decay and (weight.dtype == wide or decay == "own_dtype"):
         weight.mul_(keep)
-    full = weight.to(wide)
-    if weight_decay and decay == "fused":
-        full.mul_(keep)
-    return weight.copy_(round_to(_descend(full, x, ctx.lr), weight.dtype, rounding, ctx))
+    if weight.dtype == wide:
+        return _descend(weight, x, ctx.lr)
+    mode = "nearest" if weight.dtype == torch.float16 else rounding
+    for narrow, piece, offset in _chunks(weight, x, 0):
+        full = narrow.to(wide)
+        if weight_decay and decay == "fused":
+            full.mul_(keep)
+        narrow.copy_(rounded(_descend(full, piece, ctx.lr), weight.dtype, mode, ctx.rng, offset=offset))
+    return weight
 
 
 def _descend(weight: Tensor, x: Tensor | Ratio, lr: float) -> Tensor:
@@ -47,16 +53,28 @@ def _descend(weight: Tensor, x: Tensor | Ratio, lr: float) -> Tensor:
     return weight.add_(direction(x), alpha=-lr)
 
 
-def round_to(full: Tensor, dtype: torch.dtype, rounding: str, ctx: Context) -> Tensor:
-    """float32 `full` as `dtype`, see `apply`."""
-    if dtype != torch.bfloat16 or rounding == "nearest":
-        return full.to(dtype)
-    if rounding == "paper":
-        uniform = ctx.rng.uniform(tuple(full.shape), full.device)
-        return (full + (uniform - 0.5) * full.abs() * 2.0**-7).to(dtype)
-    bits = full.contiguous().view(torch.int32)
-    rounded = (bits + ctx.rng.bits16(tuple(full.shape), full.device)).bitwise_and_(-65536).view(torch.float32)
-    return torch.where(torch.isfinite(full), rounded, full).to(dtype)
+def _chunks(weight: Tensor, x: Tensor | Ratio, offset: int) -> Iterator[tuple[Tensor, Tensor | Ratio, int]]:
+    # Slices along the first axis with more than one entry; `offset` is the index of the first element.
+    axis = next((a for a, size in enumerate(weight.shape) if size > 1), None)
+    if weight.numel() <= CHUNK or axis is None:
+        yield weight, x, offset
+        return
+    inner = math.prod(weight.shape[axis + 1 :])
+    rows = max(1, CHUNK // inner)
+    for start in range(0, weight.shape[axis], rows):
+        count = min(rows, weight.shape[axis] - start)
+        yield from _chunks(weight.narrow(axis, start, count), _slice(x, axis, start, count), offset + start * inner)
+
+
+def _slice(x: Tensor | Ratio, axis: int, start: int, count: int) -> Tensor | Ratio:
+    if isinstance(x, Tensor):
+        return x.narrow(axis, start, count)
+
+    def part(t: Tensor) -> Tensor:
+        return t.narrow(axis, start, count) if t.shape[axis] > 1 else t
+
+    divisor = part(x.divisor) if isinstance(x.divisor, Tensor) else x.divisor
+    return Ratio(part(x.numerator), part(x.denominator), divisor)
 
 
 STAGE = Stage("apply", apply, (), defaults_of(apply), doc=apply.__doc__ or "")

@@ -1,0 +1,42 @@
+"""Random numbers that follow the element, not the slice it happens to sit in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SlicedRng:
+    """The numbers of some experts of a parameter, or of one rank's shard of it.
+
+    `base` is the index of the shard's first element; `experts` the ids of the slices present, None meaning all, and
+    `size` the number of elements of each. An element so gets the same number whoever else is idle and however many
+    ranks there are.
+    """
+
+    def __init__(self, rng: Any, *, base: int = 0, experts: list[int] | None = None, size: int = 0) -> None:
+        self.rng, self.base, self.experts, self.size = rng, base, experts, size
+
+    def uniform(self, shape: tuple[int, ...], device: Any = "cpu", *, offset: int = 0) -> Tensor:
+        """See `CounterRng.uniform`."""
+        return self._draw("uniform", shape, device, offset)
+
+    def bits16(self, shape: tuple[int, ...], device: Any = "cpu", *, offset: int = 0) -> Tensor:
+        """See `CounterRng.bits16`."""
+        return self._draw("bits16", shape, device, offset)
+
+    def _draw(self, method: str, shape: tuple[int, ...], device: Any, offset: int) -> Tensor:
+        draw, count = getattr(self.rng, method), math.prod(shape)
+        if self.experts is None or not count:
+            return draw(shape, device, offset=self.base + offset)
+        parts = []
+        while count:
+            row, inside = divmod(offset, self.size)
+            take = min(count, self.size - inside)
+            start = self.base + self.experts[row] * self.size + inside
+            parts.append(draw((take,), device, offset=start))
+            offset, count = offset + take, count - take
+        return torch.cat(parts).reshape(shape)
