@@ -88,7 +88,7 @@ class PairSums:
     def add(self, lag: int, value: np.ndarray, weight: np.ndarray) -> None:
         """Add value * weight [E] where the value is finite; count where it is inf; skip where it is NaN."""
         good = np.isfinite(value)
-        self.total[lag][good] += (value * weight)[good]
+        self.total[lag][good] += value[good] * weight[good]
         self.weight[lag][good] += weight[good]
         self.broken[lag] += np.isinf(value)
 

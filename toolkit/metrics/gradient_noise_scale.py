@@ -50,8 +50,8 @@ def update(state: Estimates, view: StepView) -> Iterable[Measure]:
     good = (micro_steps >= 2) & np.isfinite(noise) & np.isfinite(signal) & ~np.isnan(norms).any(axis=0)
     # A step counts by its tokens squared: the estimates are means per token, the recorded gradients are sums.
     weight = np.where(good, tokens, 0.0) ** 2
-    state.signal[good] += (weight * signal)[good]
-    state.noise[good] += (weight * noise)[good]
+    state.signal[good] += weight[good] * signal[good]
+    state.noise[good] += weight[good] * noise[good]
     state.steps += good
     return ()
 

@@ -75,6 +75,6 @@ METRIC = Metric(
     lags=LAGS,
     doc=(
         "The lag counts optimizer steps, so probes of every 100th step make pairs for lags 100, 200, ... alone. "
-        "Support: probe tokens in step rows, pairs in the rows over the recording. Memory: the probes of max(lags) steps."
+        "Support: probe tokens in step rows, pairs in the rows over the recording. Memory: max(lags) probes."
     ),
 )
