@@ -172,3 +172,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def take_lock(path: Path) -> int | None:
+    """Hold an advisory lock on a file for as long as this process lives; None where the system has none."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = os.open(path, _READ_FLAGS)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # some network file systems have no locks; recording goes on without
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process holds the lock of `take_lock`; False where that cannot be known."""
+    try:
+        import fcntl
+
+        descriptor = os.open(path, _READ_FLAGS)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -215,7 +215,7 @@ class Fields:
         unknown = [name for name in self._left if not name.startswith(IGNORABLE_PREFIX)]
         if unknown:
             raise TraceError(
-                f"{self.where}: unknown field {clip(unknown[0])}; the trace was written by a newer gradreel, upgrade to read it"
+                f"{self.where}: unknown field {clip(unknown[0])}; a newer gradreel wrote it, upgrade to read it"
             )
 
 

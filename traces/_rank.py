@@ -11,18 +11,17 @@ from traces._files import short
 from traces.chunks import ChunkFile
 from traces.errors import TraceError
 from traces.routing import RoutingFile
-from traces.schema import (
+from traces.schema import Header, read_header
+from traces.seals import (
     NO_HASH,
     RANK_FOLDER,
     SEAL_NAME,
     End,
     FileEntry,
-    Header,
     SchemaTables,
     Seal,
     SealedStep,
     read_end,
-    read_header,
     read_rank_header,
     read_seal,
 )
@@ -95,18 +94,20 @@ class RankFolder:
         header_hash: str,
         *,
         check_hash: bool = True,
-        seals: int | None = None,
+        tolerant: bool = False,
     ) -> None:
         self.folder, self.rank, self.header = folder, rank, header
         self._check_hash = check_hash
         self.tables = SchemaTables.of(header)
         self.header_hash = read_rank_header(folder / "header.json", rank, header.ranks, header_hash)
-        self.end = self._read_end() if seals is None else None
+        self.end: End | None = None
         self.seals: list[SealSummary] = []
+        #: With `tolerant`, what ended the chain early or is wrong with the end; the sound beginning stays readable.
+        self.problems: list[tuple[str, TraceError]] = []
         self._cache: OrderedDict[int, dict[int, SealedStep]] = OrderedDict()
         self._chunks: OrderedDict[str, ChunkFile] = OrderedDict()
         self._routing: dict[str, RoutingFile] = {}
-        self._load(seals)
+        self._load(tolerant)
         self._seal_of = {step: seal for seal in self.seals for step in seal.steps}
 
     @property
@@ -167,44 +168,51 @@ class RankFolder:
             self._routing[entry.name] = RoutingFile(self.folder / entry.name, entry, steps, self.header.layers)
         return self._routing[entry.name]
 
-    def _read_end(self) -> End | None:
-        path = self.folder / "end.json"
-        return read_end(path, self.rank) if os.path.lexists(path) else None
-
     def _seal_path(self, number: int) -> Path:
         return self.folder / f"seal-{number:06d}.json"
 
     def _read_seal(self, number: int) -> Seal:
         return read_seal(self._seal_path(number), number, self.rank, self.header_hash, self.tables)
 
-    def _load(self, limit: int | None) -> None:
+    def _load(self, tolerant: bool) -> None:
+        end_path = self.folder / "end.json"
+        try:  # the end is looked for first: a trace that is ended in between shows as unfinished, never as broken
+            self.end = read_end(end_path, self.rank) if os.path.lexists(end_path) else None
+        except TraceError as error:
+            self._problem("end.json", error, tolerant)
         present = sorted(int(m[1]) for name in os.listdir(self.folder) if (m := SEAL_NAME.fullmatch(name)))
-        count = len(present) if limit is None else limit
-        if self.end is not None:
-            count = self.end.seals
-            if surplus := [n for n in present if n >= count]:
-                raise TraceError(
-                    f"{short(self._seal_path(surplus[0]))} lies beyond the end, which counts {count} seals"
-                )
-        previous, last = NO_HASH, -1
-        for number in range(count):
-            seal = self._read_seal(number)
-            where = short(self._seal_path(number))
-            if seal.previous != previous:
-                raise TraceError(
-                    f"{where} (steps {seal.first_step} to {seal.last_step}) does not follow the seal before it"
-                )
-            if seal.first_step <= last:
-                raise TraceError(f"{where}: step {seal.first_step} comes after step {last}")
-            previous, last = seal.sha256, seal.last_step
-            self.seals.append(
-                SealSummary(
-                    number,
-                    seal.sha256,
-                    seal.files,
-                    tuple(s.step for s in seal.steps),
-                    tuple(s.recorded for s in seal.steps),
-                )
+        count = self.end.seals if self.end is not None else present[-1] + 1 if present else 0
+        number = 0
+        try:
+            for number in range(count):
+                self._take(number)
+        except TraceError as error:
+            self._problem(self._seal_path(number).name, error, tolerant)
+            return
+        if self.end is None:
+            return
+        surplus = [n for n in present if n >= count]
+        if surplus:
+            where = self._seal_path(surplus[0])
+            problem = TraceError(f"{short(where)} lies beyond the end, which counts {count} seals")
+            self._problem(where.name, problem, tolerant)
+        if self.end.last_seal != self.last_hash:
+            problem = TraceError(f"{short(end_path)} names another last seal than the one that is there")
+            self._problem("end.json", problem, tolerant)
+
+    def _problem(self, file: str, error: TraceError, tolerant: bool) -> None:
+        if not tolerant:
+            raise error
+        self.problems.append((file, error))
+
+    def _take(self, number: int) -> None:
+        seal = self._read_seal(number)
+        where = short(self._seal_path(number))
+        if seal.previous != self.last_hash:
+            raise TraceError(
+                f"{where} (steps {seal.first_step} to {seal.last_step}) does not follow the seal before it"
             )
-        if self.end is not None and self.end.last_seal != previous:
-            raise TraceError(f"{short(self.folder / 'end.json')} names another last seal than the one that is there")
+        if self.seals and seal.first_step <= self.seals[-1].steps[-1]:
+            raise TraceError(f"{where}: step {seal.first_step} comes after step {self.seals[-1].steps[-1]}")
+        steps, recorded = tuple(s.step for s in seal.steps), tuple(s.recorded for s in seal.steps)
+        self.seals.append(SealSummary(number, seal.sha256, seal.files, steps, recorded))

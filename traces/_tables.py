@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces._rank import RankFolder
-from traces.schema import DTYPES, Header, LayerInfo, RawTensor, SealedStep
+from traces.schema import DTYPES, Header, LayerInfo, RawTensor
+from traces.seals import SealedStep
 from traces.views import RoutingStep
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def params_frame(header: Header) -> pl.DataFrame:
     integers = ("layer", "expert", "num_experts", "expert_axis", "numel", "bytes")
     schema: dict[str, Any] = {"name": pl.String, "role": pl.String, "layer": pl.Int64, "expert": pl.Int64}
     schema |= {"shape": pl.List(pl.Int64), "dtype": pl.String, "num_experts": pl.Int64, "expert_axis": pl.Int64}
-    schema |= {"tied_to": pl.String, **{name: pl.Int64 for name in integers}}
+    schema |= {"tied_to": pl.String, **dict.fromkeys(integers, pl.Int64)}
     return pl.DataFrame(rows, schema=schema)
 
 

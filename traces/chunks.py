@@ -19,7 +19,8 @@ import numpy as np
 from traces._files import AsideFile, Stamp, opened, read_into, sha256_of, short, stamp_of
 from traces._json import Fields, clip, integer, parse_json
 from traces.errors import TraceError
-from traces.schema import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, FileEntry, RawTensor
+from traces.schema import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, RawTensor
+from traces.seals import FileEntry
 
 #: The safetensors library itself stops at 100 MB; a chunk of ours is closed long before.
 MAX_CHUNK_HEADER_BYTES = 16 << 20
@@ -193,13 +194,13 @@ class ChunkFile:
             if positions is None or axis != 0:
                 array = np.empty(slot.shape, stored)
                 if array.nbytes:
-                    read_into(descriptor, slot.start, memoryview(array.reshape(-1).view(np.uint8)), self.path)
+                    read_into(descriptor, slot.start, _bytes_of(array), self.path)
                 return array if positions is None else np.take(array, np.asarray(positions, np.int64), axis=axis)
             array = np.empty((len(positions), *slot.shape[1:]), stored)
             width = slot.size // max(slot.shape[0], 1)
             if width == 0:
                 return array
-            target = memoryview(array.reshape(-1).view(np.uint8))
+            target = _bytes_of(array)
             for first, last in _runs(positions):
                 start = slot.start + positions[first] * width
                 read_into(descriptor, start, target[first * width : last * width], self.path)
@@ -218,8 +219,13 @@ def check_entry(
         )
     if check_hash and (digest := sha256_of(descriptor, size, path)) != entry.sha256:
         raise TraceError(
-            f"{where} is damaged: its sha256 is {digest[:12]}..., its seal says {entry.sha256[:12]}...; restore it from a copy"
+            f"{where} is damaged: its sha256 is {digest[:12]}..., its seal says {entry.sha256[:12]}...; "
+            "restore it from a copy"
         )
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _runs(positions: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces import _tables
+from traces._files import is_locked
 from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
 from traces.chunks import ChunkFile, Slot
 from traces.errors import NotRecorded, TraceError, unknown
-from traces.schema import Header, LayerInfo, RawTensor, presence_width
+from traces.schema import LayerInfo, RawTensor
+from traces.seals import presence_width
 from traces.views import NONE, ParamInfo, RoutingStep, StepView
 
 if TYPE_CHECKING:
@@ -61,6 +63,11 @@ class Trace:
     def finished(self) -> bool:
         """Whether every rank was closed; otherwise only sealed steps are seen."""
         return all(rank.finished for rank in self._ranks)
+
+    @property
+    def being_written(self) -> bool:
+        """Whether a live process on this machine still writes the trace; False where that cannot be known."""
+        return not self.finished and any(is_locked(rank.folder / "header.json") for rank in self._ranks)
 
     @property
     def id(self) -> str:
@@ -403,7 +410,7 @@ class Trace:
         where = {int(e): i for i, e in enumerate(ids)}
         if absent := [e for e in chosen if e not in where]:
             raise NotRecorded(
-                f"{stream} of expert {absent[0]} of {param!r} at step {step} was not recorded; recorded are {list(where)}"
+                f"{stream} of expert {absent[0]} of {param!r} at step {step} was not recorded; there are {list(where)}"
             )
         return info.expert_axis, [where[e] for e in chosen]
 

@@ -54,10 +54,10 @@ class RecordAt:
 
     - `every`: each n-th step, counted from step 1. `bursts=(length, period)`: the first `length` steps of each
       `period`, because temporal measures need neighbours; it excludes `every`.
-    - `roles`: roles whose tensors are recorded; "backbone" stands for all but router, router_bias and routed_expert, "all" for
-      every role. A router's bias follows its router.
-    - `streams`: names of `traces.views.STREAMS`; weights are always stored at the first recorded step and after the last,
-      naming "weight" stores them at every recorded step.
+    - `roles`: roles whose tensors are recorded; "backbone" stands for all but router, router_bias and routed_expert,
+      "all" for every role. A router's bias follows its router.
+    - `streams`: names of `traces.views.STREAMS`; weights are always stored at the first recorded step and after the
+      last, naming "weight" stores them at every recorded step.
     - `experts`: "all"; a number n, for a sample of n per layer spread evenly over the load at the first recorded step
       (busiest and idlest included); or a list of ids.
     - `dtype`: of recorded gradients and buffers; None keeps the native one.

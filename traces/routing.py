@@ -18,7 +18,8 @@ import numpy as np
 from traces._files import AsideFile, opened, short
 from traces.chunks import check_entry
 from traces.errors import TraceError
-from traces.schema import FileEntry, LayerInfo, RoutingRecord
+from traces.schema import LayerInfo, RoutingRecord
+from traces.seals import FileEntry
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -42,7 +43,7 @@ def check_routing(record: RoutingRecord, layer: LayerInfo, step: int) -> None:
         raise TraceError(f"{where}: ids must be integers [T, K <= {layer.top_k}], got {ids.dtype} {ids.shape}")
     if pad.shape != ids.shape[:1] or pad.dtype != np.bool_:
         raise TraceError(f"{where}: is_pad must be bool [{len(ids)}], got {pad.dtype} {pad.shape}")
-    if ids.size and not (-1 <= int(ids.min()) and int(ids.max()) < layer.num_experts):
+    if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= layer.num_experts):
         raise TraceError(f"{where}: ids run from {ids.min()} to {ids.max()}, allowed are -1 to {layer.num_experts - 1}")
 
 
@@ -112,7 +113,7 @@ class RoutingFile:
         return f"{short(self.path)} (steps {self.steps[0]} to {self.steps[1]})"
 
     def check(self) -> None:
-        """Check size, hash, schema, row counts and declared sizes; `TraceError` otherwise. Cheap after the first time."""
+        """Check size, hash, schema, row counts and declared sizes; `TraceError` otherwise. Free after that."""
         if not self._checked:
             with opened(self.path) as (descriptor, status):
                 check_entry(descriptor, status.st_size, self.entry, self.path, self.steps, True)
@@ -130,7 +131,9 @@ class RoutingFile:
             piece = table.slice(max(start - first, 0), min(stop - first, table.num_rows) - max(start - first, 0))
             for name in columns:
                 parts[name].append(piece.column(name).to_numpy())
-        empty = {name: np.empty(0, np.bool_ if name == "is_pad" else np.int64) for name in columns}
+        empty: dict[str, np.ndarray] = {
+            name: np.empty(0, np.bool_ if name == "is_pad" else np.int64) for name in columns
+        }
         return {name: np.concatenate(parts[name]) if parts[name] else empty[name] for name in columns}
 
     def _groups(self, start: int, stop: int, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -153,17 +156,15 @@ class RoutingFile:
         if metadata.num_rows != self.entry.rows:
             raise TraceError(f"{self.where}: holds {metadata.num_rows} rows, its seal says {self.entry.rows}")
         names = [*_PHYSICAL, *(f"expert_{k}" for k in range(self._slots))]
-        found = [
-            (c.name, c.physical_type, c.max_repetition_level)
-            for c in (metadata.schema.column(i) for i in range(len(metadata.schema)))
-        ]
+        schema = [metadata.schema.column(i) for i in range(len(metadata.schema))]
+        found = [(c.name, c.physical_type, c.max_repetition_level) for c in schema]
         if found != [(name, _PHYSICAL.get(name, "INT32"), 0) for name in names]:
             raise TraceError(f"{self.where}: columns are not {', '.join(names[:6])}, ... of the declared types")
         for group in range(metadata.num_row_groups):
             info = metadata.row_group(group)
             if not 0 <= info.num_rows <= ROW_GROUP_ROWS:
                 raise TraceError(
-                    f"{self.where}: row group {group} has {info.num_rows} rows, at most {ROW_GROUP_ROWS} are allowed"
+                    f"{self.where}: row group {group} has {info.num_rows} rows, allowed are {ROW_GROUP_ROWS}"
                 )
             for i in range(info.num_columns):
                 column = info.column(i)

@@ -6,6 +6,7 @@ seal that names their hashes and the seal before it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,42 +14,39 @@ from typing import Any
 
 import numpy as np
 
-from traces._files import short, sync_folder, write_file
+from traces._files import short, sync_folder, take_lock, write_file
 from traces._json import clip, dump_signed, encode_value
 from traces.chunks import MAX_TENSORS_PER_CHUNK, Key, check_tensor, raw_from_array, write_chunk
 from traces.errors import TraceError
 from traces.routing import check_routing, write_routing
-from traces.schema import (
+from traces.schema import Header, RawTensor, RoutingRecord, StepRecord, check_stream, header_to_json
+from traces.seals import (
     MAX_STEPS_PER_SEAL,
     NO_HASH,
     RANK_FOLDER,
     End,
     FileEntry,
-    Header,
-    RawTensor,
-    RoutingRecord,
+    SchemaTables,
     Seal,
     SealedStep,
-    SchemaTables,
-    StepRecord,
-    check_stream,
     end_to_json,
-    header_to_json,
     presence_width,
     rank_to_json,
     seal_to_json,
 )
 from traces.views import ParamInfo
 
+_SEAL_TEXT_BYTES = 8 << 20
 _PARAM_STREAMS = ("gradient", "grad_buffer", "weight")
 
 
 class TraceWriter:
     """Write one rank of a trace into the new folder `path`.
 
-    `append` is called from one thread, with increasing steps. Arrays handed in are kept by reference until they are
-    written (at most `chunk_bytes` of them, or one step), so the caller must not change them. A full disk raises `OSError`
-    out of `append`; what was buffered is kept and tried again by the next `append`, `flush` or `close`.
+    A folder that holds a trace already is refused. `append` is called from one thread, with increasing steps. Arrays
+    handed in are kept by reference until they are written (at most `chunk_bytes` and one step), so the caller must not
+    change them. A full disk raises `OSError` out of `append`; that record is lost, what was buffered before it is tried
+    again by the next `append`, `flush` or `close`.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class TraceWriter:
     ) -> None:
         if not 1 <= chunk_steps <= MAX_STEPS_PER_SEAL or chunk_bytes < 1:
             raise TraceError(
-                f"chunk_steps {chunk_steps} and chunk_bytes {chunk_bytes} must be positive, steps at most 4096"
+                f"chunk_steps {chunk_steps} must be 1 to {MAX_STEPS_PER_SEAL}, chunk_bytes {chunk_bytes} 1 or more"
             )
         if not 0 <= rank < header.ranks:
             raise TraceError(f"rank {rank} of {header.ranks}: ranks count from 0")
@@ -69,7 +67,7 @@ class TraceWriter:
         self._chunk_bytes, self._chunk_steps = chunk_bytes, chunk_steps
         self._tables = SchemaTables.of(header)
         self._buffer: list[StepRecord] = []
-        self._buffered_bytes = self._buffered_tensors = 0
+        self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
         self._last_step = -1
         self._seals, self._previous = 0, NO_HASH
         raw, digest = dump_signed(header_to_json(header))
@@ -78,6 +76,7 @@ class TraceWriter:
             self._write(self.path / "header.json", raw)
         raw, self._header_hash = dump_signed(rank_to_json(rank, header.ranks, digest if rank == 0 else None))
         self._write(self._folder / "header.json", raw)
+        self._lock = take_lock(self._folder / "header.json")
 
     def append(self, record: StepRecord) -> None:
         """Take one step; write and seal the buffered ones when enough have come together.
@@ -87,15 +86,34 @@ class TraceWriter:
         if self.closed:
             raise TraceError(f"{short(self.path)} is closed; open another trace to record more")
         record, size = self._checked(record)
-        full = self._buffered_bytes >= self._chunk_bytes or len(self._buffer) >= self._chunk_steps
-        if full or self._buffered_tensors + len(record.tensors) > MAX_TENSORS_PER_CHUNK:
-            self.flush()  # a write that failed before is tried again, so a full disk does not grow the buffer
+        if self._buffered_tensors + len(record.tensors) > MAX_TENSORS_PER_CHUNK or self._is_full():
+            self.flush()  # the second case: an earlier write failed and is tried again
+        before = (self._last_step, self._buffered_bytes, self._buffered_tensors, self._buffered_text)
         self._buffer.append(record)
         self._last_step = record.step
         self._buffered_bytes += size
         self._buffered_tensors += len(record.tensors)
-        if self._buffered_bytes >= self._chunk_bytes or len(self._buffer) >= self._chunk_steps:
-            self.flush()
+        self._buffered_text += self._text_size(record)
+        if self._is_full():
+            try:
+                self.flush()
+            except OSError:  # what `append` raised for is not in the trace, so a full disk does not grow the buffer
+                self._buffer.pop()
+                self._last_step, self._buffered_bytes, self._buffered_tensors, self._buffered_text = before
+                raise
+
+    def _is_full(self) -> bool:
+        return (
+            self._buffered_bytes >= self._chunk_bytes
+            or len(self._buffer) >= self._chunk_steps
+            or self._buffered_text >= _SEAL_TEXT_BYTES
+        )
+
+    def _text_size(self, record: StepRecord) -> int:
+        """About what a step takes in its seal, so that the seal stays far below its limit."""
+        presence = self._tables.presence_digits if record.presence else 0
+        ids = sum(8 * len(x) + 64 for x in record.experts.values())
+        return presence + ids + 24 * len(record.routing) + len(repr(record.scalars)) + 64
 
     def flush(self) -> None:
         """Write and seal what is buffered; `OSError` leaves it buffered."""
@@ -127,9 +145,10 @@ class TraceWriter:
         self._drop_buffer()
 
     def close(self, *, discard: bool = False) -> None:
-        """Seal what is buffered and end the trace. `discard=True` gives up on the buffered steps and counts them as lost.
+        """Seal what is buffered and end the trace.
 
-        After an `OSError` the writer can be closed again, when there is room.
+        After an `OSError` the writer can be closed again, when there is room; `discard=True` gives up on the steps that
+        are buffered and counts them as lost.
         """
         if self.closed:
             return
@@ -140,6 +159,9 @@ class TraceWriter:
         end = End(self._seals, self._previous, self.lost_steps, recovered=False)
         self._write(self._folder / "end.json", dump_signed(end_to_json(self.rank, end))[0])
         self.closed = True
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -149,7 +171,7 @@ class TraceWriter:
 
     def _drop_buffer(self) -> None:
         self._buffer = []
-        self._buffered_bytes = self._buffered_tensors = 0
+        self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
 
     def _write(self, path: Path, raw: bytes) -> None:
         write_file(path, raw)
@@ -214,7 +236,7 @@ class TraceWriter:
                 raise TraceError(f"routing of step {record.step}: layer {routing.layer} is not in the header")
             if (routing.layer, routing.micro_step) in seen or routing.micro_step < 0:
                 raise TraceError(
-                    f"routing of step {record.step}: layer {routing.layer} micro-step {routing.micro_step} twice"
+                    f"routing of step {record.step}, layer {routing.layer}: micro-step {routing.micro_step} twice"
                 )
             seen.add((routing.layer, routing.micro_step))
             check_routing(routing, layer, record.step)
@@ -259,7 +281,7 @@ def _claim(path: Path, rank: int, ranks: int) -> Path:
         taken = sorted(entry.name for entry in path.iterdir())
     except (FileExistsError, NotADirectoryError):
         raise TraceError(f"{str(path)!r} is not a folder; a trace is a folder, choose another path") from None
-    if "header.json" in taken and rank == 0 or folder.name in taken:
+    if (rank == 0 and "header.json" in taken) or folder.name in taken:
         raise TraceError(f"{str(path)!r} already holds a trace; choose another path or remove it first")
     for name in taken:
         match = RANK_FOLDER.fullmatch(name)
@@ -285,7 +307,7 @@ def _check_shape(tensor: RawTensor, param: ParamInfo, ids: Any, where: str) -> N
 
 def _check_experts(ids: np.ndarray, param: ParamInfo, step: int) -> None:
     top = presence_width(param) if param.expert_axis is not None else 0
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.size and not (0 <= ids.min() and ids.max() < top)):
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.size and (ids.min() < 0 or ids.max() >= top)):
         raise TraceError(f"experts of {param.name!r} at step {step} must be a list of ids from 0 to {top - 1}")
     if (np.diff(ids.astype(np.int64)) <= 0).any():
         raise TraceError(f"experts of {param.name!r} at step {step} must be strictly increasing")
