@@ -65,14 +65,16 @@ def describe_params(
 def role_table(model: nn.Module, overrides: Mapping[str, str] | None = None) -> str:
     """The assignment as printed text, one line per parameter: role, layer, experts, shape, name."""
     rows = [("role", "layer", "experts", "shape", "parameter")]
-    for info in describe_params(model, overrides):
+    rules = _Rules(model, overrides)
+    roles = rules.roles()
+    for info in (rules.describe(name, roles[name]) for name in rules.parameters):
         layer = "" if info.layer is None else str(info.layer)
         experts = (
             str(info.num_experts)
             if info.expert_axis is not None
             else ("" if info.expert is None else f"#{info.expert}")
         )
-        tie = f"  (tied to {info.tied_to})" if info.tied_to else ""
+        tie = f"  (tied to {rules.ties[info.name]})" if info.name in rules.ties else ""
         rows.append((info.role, layer, experts, "x".join(map(str, info.shape)) or "scalar", info.name + tie))
     for name, buffer in model.named_buffers():
         if _BIAS.search(name):
@@ -128,7 +130,6 @@ class _Rules:
             num_experts=num_experts,
             matrix_axes=self._matrix_axes(name, expert_axis, moe[0] if moe else None),
             strides=tuple(parameter.stride()),
-            tied_to=self.ties.get(name),
         )
 
     # rules, in order; the numbers are those of the table in `_role`'s body

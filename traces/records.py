@@ -1,0 +1,193 @@
+"""One step between the training thread and the files: what was copied, and how it becomes a `StepRecord`.
+
+Everything here but `Job` itself runs on the writer thread, on numpy, so that no second pool of compute threads starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from traces.hooks import MicroStep
+from traces.layouts import MoELayer
+from traces.record_at import RecordAt
+from traces.schema import RawTensor, RoutingRecord, StepRecord
+from traces.spool import BufferPool, presence_codes, raw_tensor
+from traces.views import NONE, ParamInfo, RoutingStep
+
+
+@dataclass
+class Job:
+    """One step on its way to the writer. `tensors` are (stream, parameter, host buffer); `absent` had no gradient.
+
+    `found_inf` above 0 marks the step skipped. `ready` waits for the transfer. `scalars` may hold tensors.
+    """
+
+    step: int
+    recorded: bool
+    scalars: dict[str, Any]
+    tensors: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    micro_steps: list[MicroStep] = field(default_factory=list)
+    found_inf: Tensor | None = None
+    skipped: bool = False
+    reserved: bool = False
+    norm: Tensor | None = None
+    ready: list[Callable[[], None]] = field(default_factory=list)
+    estimated_bytes: int = 200
+
+
+class Assembler:
+    """Turns jobs into records."""
+
+    def __init__(
+        self, infos: Mapping[str, ParamInfo], layers: Sequence[MoELayer], pool: BufferPool, at: RecordAt
+    ) -> None:
+        self._infos, self._layers, self._pool, self._at = infos, list(layers), pool, at
+        self._chosen: dict[tuple[int | None, int], np.ndarray | None] = {}  # the sample of the first step stays
+
+    def record(self, job: Job) -> StepRecord:
+        """The step as the writer takes it. Buffers go back to the pool when the writer lets go of them."""
+        for wait in job.ready:
+            wait()
+        skipped = job.skipped or (job.found_inf is not None and float(job.found_inf) > 0)
+        record = StepRecord(job.step, recorded=job.recorded and not skipped, skipped=skipped)
+        raws = [(stream, name, self._pool.lend(buffer)) for stream, name, buffer in job.tensors]
+        job.tensors = []
+        record.scalars = {key: plain_scalar(value) for key, value in job.scalars.items()}
+        record.scalars["tokens"] = count_tokens(job.micro_steps)
+        if skipped:
+            return record
+        for stream, name, raw in raws:
+            record.tensors[stream, name] = raw
+            if stream == "gradient":
+                record.presence[name] = self._presence(name, raw)
+        for name in job.absent:
+            width = self._infos[name].num_experts if self._infos[name].expert_axis is not None else None
+            record.presence[name] = np.full(() if width is None else (width,), NONE, np.uint8)
+        record.routing = routing_records(job.micro_steps, self._layers)
+        if self._at.experts != "all" and record.recorded:
+            self._thin(record)
+        return record
+
+    def _presence(self, name: str, raw: RawTensor) -> np.ndarray:
+        info = self._infos[name]
+        data = raw.data
+        if info.expert_axis is not None:
+            data = np.moveaxis(data, info.expert_axis, 0)
+        return presence_codes(data, raw.dtype, info.num_experts if info.expert_axis is not None else None)
+
+    def _thin(self, record: StepRecord) -> None:
+        """Keep the chosen experts of each layer only."""
+        loads = {layer.layer: tokens_per_expert(record.routing, layer) for layer in self._layers}
+        for (stream, name), raw in list(record.tensors.items()):
+            info = self._infos[name]
+            if stream not in ("gradient", "grad_buffer") or info.expert_axis is None or info.num_experts is None:
+                continue
+            key = (info.layer, info.num_experts)
+            if key not in self._chosen:
+                load = loads.get(info.layer) if info.layer is not None else None
+                self._chosen[key] = self._at.choose_experts(info.num_experts, load)
+            ids = self._chosen[key]
+            if ids is not None:
+                kept = np.ascontiguousarray(np.take(raw.data, ids, axis=info.expert_axis))
+                record.tensors[stream, name] = RawTensor(raw.dtype, tuple(kept.shape), kept)
+                record.experts[name] = ids
+
+
+def routing_records(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> list[RoutingRecord]:
+    """Executed ids of every layer and micro-step; ids of no local expert become -1."""
+    records = []
+    for index, micro in enumerate(micro_steps):
+        is_pad = _is_pad(micro.mask)
+        for layer in layers:
+            capture = micro.capture(layer)
+            if capture is None or capture.topk_expert_ids is None:
+                continue
+            ids = capture.topk_expert_ids.cpu().numpy()
+            ids = np.where((ids < 0) | (ids >= layer.num_experts), ids.dtype.type(-1), ids)
+            pad = is_pad if is_pad is not None and len(is_pad) == len(ids) else np.zeros(len(ids), np.bool_)
+            records.append(
+                RoutingRecord(layer.layer, index, ids, pad, scores=_raw(capture.scores), logits=_raw(capture.logits))
+            )
+    return records
+
+
+def tokens_per_expert(routing: Iterable[RoutingRecord], layer: MoELayer) -> np.ndarray:
+    """Executed slots of tokens that are not padding, int64 [E], all micro-steps of a step together."""
+    counts = np.zeros(layer.num_experts, np.int64)
+    for record in routing:
+        if record.layer == layer.layer:
+            ids = record.topk_expert_ids[~record.is_pad].reshape(-1)
+            counts += np.bincount(ids[ids >= 0], minlength=layer.num_experts)
+    return counts
+
+
+def routing_step(step: int, routing: Sequence[RoutingRecord], layer: MoELayer) -> RoutingStep | None:
+    """One layer's routing of a step, micro-steps joined; None where nothing was captured."""
+    mine = [record for record in routing if record.layer == layer.layer]
+    if not mine:
+        return None
+    return RoutingStep(
+        step=step,
+        layer=layer.layer,
+        num_experts=layer.num_experts,
+        topk_expert_ids=np.concatenate([record.topk_expert_ids for record in mine]).astype(np.int64),
+        is_pad=np.concatenate([record.is_pad for record in mine]),
+        tokens_per_expert=tokens_per_expert(mine, layer),
+        scores=_joined([record.scores for record in mine]),
+        logits=_joined([record.logits for record in mine]),
+    )
+
+
+def count_tokens(micro_steps: Iterable[MicroStep]) -> int | None:
+    """Tokens of a step that are not padding; None where no forward was seen."""
+    counts = [micro.tokens if micro.mask is None else int(micro.mask.sum()) for micro in micro_steps]
+    return sum(counts) if counts else None
+
+
+def plain_scalar(value: Any) -> Any:
+    """A scalar as JSON knows it; tensors and numpy scalars are read out, which may wait for the device."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.item() if value.size == 1 else value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain_scalar(item) for item in value]
+    return value
+
+
+def _is_pad(mask: Tensor | None) -> np.ndarray | None:
+    return None if mask is None else ~mask.cpu().reshape(-1).numpy()
+
+
+def _raw(tensor: Tensor | None) -> RawTensor | None:
+    return None if tensor is None else raw_tensor(tensor.cpu().contiguous())
+
+
+def _joined(parts: Sequence[Any]) -> np.ndarray | None:
+    if not parts or any(part is None for part in parts):
+        return None
+    arrays = []
+    for part in parts:
+        if part.dtype == "bfloat16":
+            arrays.append((part.data.astype(np.uint32) << 16).view(np.float32))
+        else:
+            arrays.append(part.data)
+    return np.concatenate(arrays)
+
+
+def total_norm(gradients: Sequence[Tensor], divisor: Tensor | None) -> Tensor | None:
+    """Norm over all gradients as a 0-d tensor, without waiting for the device; None without gradients."""
+    dense = [g for g in gradients if g.layout is torch.strided and g.is_floating_point()]
+    if not dense:
+        return None
+    norms = torch._foreach_norm(dense)
+    first = norms[0].device
+    norm = torch.linalg.vector_norm(torch.stack([n.to(first, torch.float32) for n in norms]))
+    return norm if divisor is None else norm / divisor
