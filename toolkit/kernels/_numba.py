@@ -119,3 +119,44 @@ def bits(value):  # type: ignore[no-untyped-def]
 def magnitude_limit(array):  # type: ignore[no-untyped-def]
     """(smallest magnitude pattern that is not finite, mask that drops the sign) for the array's elements."""
     return _magnitude_limit(array)
+
+
+def _narrow(value: Any, array: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_narrow, inline="always")
+def _narrow_overload(value, array):  # type: ignore[no-untyped-def]
+    if isinstance(array.dtype, numba.types.Integer):
+
+        def to_bfloat16(value, array):  # type: ignore[no-untyped-def]
+            pattern = np.float32(value).view(np.int32)
+            # Quiet NaN by hand: rounding its payload up could carry into an infinity or a zero.
+            nearest = (pattern + np.int32(0x7FFF) + ((pattern >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+            return np.uint16(nearest) if value == value else np.uint16(0x7FC0)
+
+        return to_bfloat16
+    return lambda value, array: np.float32(value)
+
+
+@register_jitable
+def narrow(value, array):  # type: ignore[no-untyped-def]
+    """A float32 as an element of `array`: itself, or the nearest bfloat16's bits (ties to even)."""
+    return _narrow(value, array)
+
+
+def _typed(value: Any, array: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_typed, inline="always")
+def _typed_overload(value, array):  # type: ignore[no-untyped-def]
+    if array.dtype == numba.types.float64:
+        return lambda value, array: np.float64(widen(value))
+    return lambda value, array: widen(value)
+
+
+@register_jitable
+def typed(value, array):  # type: ignore[no-untyped-def]
+    """An element as a number of `array`'s own precision, float32 or float64."""
+    return _typed(value, array)

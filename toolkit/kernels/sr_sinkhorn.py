@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OP = "sr_sinkhorn"
 COMPAT = ("paper", "unit_columns")
-BUILT = ("reference", "eager")
+BUILT = ("reference", "eager", "cpu")
 _CHUNK_ELEMENTS = 1 << 20
 
 
