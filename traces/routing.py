@@ -81,7 +81,7 @@ def write_routing(path: Path, rows: Sequence[tuple[int, RoutingRecord]], layers:
         sink,
         row_group_size=ROW_GROUP_ROWS,
         compression="zstd",
-        compression_level=3,
+        compression_level=1,
         use_dictionary=runs,
         column_encoding=encodings,
         write_statistics=runs,

@@ -72,9 +72,9 @@ def write_synthetic(
 
     Per layer there are a router [E, D] and the stacks `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F]. Each
     expert's gradient is an AR(1) process with its own `rho` and `gradient_rms`; an expert without tokens has an
-    exact-zero slice (with `idle_as_none` and all experts idle the gradient is None). An expert is offered tokens with probability
-    `activity` per step, and not during its idle run. Weights follow plain SGD with `lr` in float32, so that replaying
-    `sgd` reproduces them. `padding` is the fraction of tokens at the end that are padding.
+    exact-zero slice (with `idle_as_none` and all experts idle the gradient is None). An expert is offered
+    tokens with probability `activity` per step, and not during its idle run. Weights follow plain SGD with `lr` in
+    float32, so that replaying `sgd` reproduces them. `padding` is the fraction of tokens at the end that are padding.
     """
     rng = np.random.default_rng(seed)
     rho_e, rms_e, activity_e = (
