@@ -123,7 +123,7 @@ class Stepper:
         chosen = self._choose(touched, busy)
         if chosen is not None and not bool(chosen.any()):
             return torch.zeros_like(self.layout.restore(x)) if want_update else None
-        moving = busy if self.idle == "decay" and self._is_expert() else None
+        moving = busy if self.idle == "decay" and self.is_expert else None
         if chosen is None or not self.layout.expert_stacked:
             update = self._run(w, x, self._own_slots(None), None, lr, moving, tokens_per_expert, gradient_in_buffer)
             full = update
@@ -194,16 +194,18 @@ class Stepper:
         ids = moving.nonzero().flatten().to(direction.device)
         part = ctx.weight.index_select(0, ids)
         chosen = direction.index_select(0, ids)
-        rng = SlicedRng(ctx.rng, experts=ids.tolist(), size=direction[:1].numel())
+        rng: Any = SlicedRng(ctx.rng, experts=ids.tolist(), size=direction[:1].numel())
         self.chain.stages[-1](chosen, slots, replace(ctx, weight=part, rng=rng))
         ctx.weight.index_copy_(0, ids, part)
         return torch.zeros_like(direction).index_copy_(0, ids, chosen)
 
     def _choose(self, touched: Tensor | None, busy: Tensor | None) -> Tensor | None:
         # Which experts take part in the step: bool [E], None meaning all.
-        return busy if self.idle == "skip" and self._is_expert() else touched
+        return busy if self.idle == "skip" and self.is_expert else touched
 
-    def _is_expert(self) -> bool:
+    @property
+    def is_expert(self) -> bool:
+        """Whether the parameter belongs to experts, so that the idle policy concerns it."""
         return self.info.expert_axis is not None or self.info.expert is not None
 
     def _advance(self, chosen: Tensor | None) -> tuple[Any, int]:

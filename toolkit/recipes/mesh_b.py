@@ -17,17 +17,18 @@ class MeshBOptions(MeshOptions):
     """`multiplier="after"` acts behind the normalisation; "before" it cancels, which is what an ablation can show.
 
     `block` is the number of neurons (rows) that share one value: 1 is one per neuron. `moment_beta` averages their
-    mean squared gradient.
+    mean square, `moment_of` the momentum (all there is where backward adds onto the buffer) or the "gradient".
     """
 
     multiplier: str = "after"
+    moment_of: str = "momentum"
     block: int = 1
     moment_beta: float = 0.99
 
     def __post_init__(self) -> None:
-        # Not super(): a dataclass with slots rebuilds the class, and a subclass by a user may have them.
-        MeshOptions.__post_init__(self)
+        super().__post_init__()
         _checks.one_of("multiplier", self.multiplier, ("after", "before"))
+        _checks.one_of("moment_of", self.moment_of, ("momentum", "gradient"))
         _checks.whole("block", self.block)
         interval("moment_beta", self.moment_beta, 0.0, 1.0, open_high=True)
 
@@ -36,9 +37,10 @@ def build(options: MeshBOptions) -> Recipe:
     """MESH's table with the multiplier in the experts' row."""
     multiplier = with_blocks(beta=options.moment_beta, block=options.block)
     between = [] if options.multiplier == "after" else [stage("divide")]
+    momentum = stage("hidden_ema", beta=options.beta)
+    first = [momentum, multiplier] if options.moment_of == "momentum" else [multiplier, momentum]
     experts = chain(
-        multiplier,
-        stage("hidden_ema", beta=options.beta),
+        *first,
         *between,
         stage("sr_sinkhorn", sweeps=options.sweeps, compat=options.compat),
         stage("apply", weight_decay=options.weight_decay, rounding=options.rounding),

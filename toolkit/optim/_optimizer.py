@@ -1,0 +1,253 @@
+"""`RecipeOptimizer`: a recipe behind torch's optimizer interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.optim import _state
+from toolkit.optim._groups import describe, role_groups
+from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve
+from toolkit.optim._shards import Shard
+from toolkit.recipes import Recipe, Stepper
+from toolkit.recipes._checks import not_negative, one_of
+from toolkit.variants import recipe as named
+from traces.errors import GradreelError
+
+
+class RecipeOptimizer(torch.optim.Optimizer):
+    """Any recipe as a drop-in `torch.optim.Optimizer`: closures, schedulers, state_dict, any loop.
+
+    `params`: parameters, (name, parameter) pairs, or groups `{"params": [..], "role": "routed_expert", "lr": ..}`; a
+    group may carry `layouts`, as `role_groups` gives them. `recipe`: a name or a Recipe; `options` are its switches.
+    `lr` is the base rate; a row's own factor is applied inside. `seed` drives stochastic rounding, whose numbers
+    depend on (seed, step, parameter name, element) alone.
+
+    `hidden_momentum` says where the momentum of MESH lives: "attached" is added onto by backward itself (no gradient
+    beside it; `.grad` is None between backward and step); "apart" keeps `.grad` an ordinary gradient, for GradScaler,
+    clipping by others and several processes; "auto" attaches in a single process.
+
+    A parameter whose gradient is None is left alone. Errors: GradreelError (a ValueError) for values out of range,
+    unknown roles and switches, complex or sparse tensors, `capturable`, `foreach` and `fused`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        recipe: str | Recipe = "adamw",
+        *,
+        lr: float | None = None,
+        seed: int = 0,
+        maximize: bool = False,
+        hidden_momentum: str = "auto",
+        capturable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        **options: Any,
+    ) -> None:
+        for name, value in (("capturable", capturable), ("foreach", foreach), ("fused", fused)):
+            if value:
+                raise GradreelError(f"{name} is {value}; allowed: False: steps run one parameter at a time, uncaptured")
+        one_of("hidden_momentum", hidden_momentum, MODES)
+        if isinstance(recipe, str) and lr is not None:
+            options["lr"] = lr
+        self.recipe = named(recipe, **options)
+        base = float(self.recipe.lr if lr is None else lr)
+        not_negative("lr", base)
+        self.seed, self.maximize, self.hidden_momentum = int(seed), bool(maximize), hidden_momentum
+        self._steppers: dict[nn.Parameter, Stepper] = {}
+        self._infos: dict[nn.Parameter, Any] = {}
+        self._shards: dict[nn.Parameter, Shard] = {}
+        self._hidden: dict[nn.Parameter, HiddenMomentum] = {}
+        super().__init__(params, {"lr": base, "role": "other", "layouts": None})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch; besides checks role, layout and dtype of every parameter, before anything is stored."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._register(group)
+        except GradreelError:
+            self.param_groups.pop()
+            raise
+
+    def _register(self, group: dict[str, Any]) -> None:
+        not_negative("lr", float(group["lr"]))
+        layouts = group["layouts"] or [None] * len(group["params"])
+        if len(layouts) != len(group["params"]):
+            raise GradreelError(f"group {group['role']}: {len(layouts)} layouts for {len(group['params'])} parameters")
+        start = sum(len(g["params"]) for g in self.param_groups[:-1])
+        names = group.get("param_names") or [f"param_{start + i}" for i in range(len(group["params"]))]
+        for parameter, name, layout in zip(group["params"], names, layouts, strict=True):
+            info = describe(parameter, name, group["role"], layout)
+            if hasattr(parameter, "placements"):
+                self._shards[parameter] = Shard(parameter, info, self.recipe)
+                info = self._shards[parameter].info
+            self._infos[parameter] = info
+            # The stepper checks dtype and layout; on the meta device it costs nothing.
+            probe = Stepper(self.recipe, info, device="meta")
+            attach = probe.buffer_key is not None and parameter.requires_grad
+            if attach and resolve(self.hidden_momentum, probe, maximize=self.maximize, parameter=parameter):
+                self._hidden[parameter] = HiddenMomentum(parameter, self._stepper(parameter))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # So that GradScaler tells us it is at work: scaled gradients would have been added onto the buffer.
+        return bool(self._hidden)
+
+    def _stepper(self, parameter: nn.Parameter) -> Stepper:
+        stepper = self._steppers.get(parameter)
+        if stepper is None:
+            stepper = Stepper(self.recipe, self._infos[parameter], device=parameter.device, seed=self.seed)
+            if parameter in self._shards:
+                stepper.first_element = self._shards[parameter].first_element
+            self._steppers[parameter] = stepper
+            self.state[parameter] = stepper.state
+        return stepper
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what `closure` returned, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._hidden and getattr(self, "found_inf", None) is not None:
+            raise GradreelError(
+                "a GradScaler is at work while hidden momentum is attached, so scaled gradients were added onto it; "
+                "build the optimizer with hidden_momentum='apart'"
+            )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._step_one(parameter, float(group["lr"]))
+        return loss
+
+    @torch.no_grad()
+    def _step_one(self, parameter: nn.Parameter, lr: float) -> None:
+        hidden, given = self._hidden.get(parameter), parameter.grad
+        if hidden is not None and given is None:
+            if hidden.pending:
+                stepper = self._stepper(parameter)
+                stepper.step(parameter.detach(), hidden.buffer, lr=lr, presence=hidden.codes(), gradient_in_buffer=True)
+            hidden.finish_step()
+            return
+        if given is None:
+            return
+        stepper, shard = self._stepper(parameter), self._shards.get(parameter)
+        weight, gradient = parameter.detach(), given.detach()
+        if shard is not None:
+            weight, gradient = shard.whole(weight), shard.whole(gradient)
+        if gradient.layout is not torch.strided:
+            raise GradreelError(f"{stepper.info.name}: its gradient is {gradient.layout}; allowed: dense gradients")
+        gradient = gradient.neg() if self.maximize else gradient
+        watch = stepper.is_expert and self.recipe.idle != "as_zero"
+        stepper.step(weight, gradient, lr=lr, presence=presence_codes(gradient, stepper) if watch else None)
+        if shard is not None:
+            shard.write_back(parameter, weight)
+        if hidden is not None:
+            parameter.grad = None  # set by hand: it is in the buffer now
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch. A gradient that backward added onto attached momentum cannot be taken out again: an error."""
+        lost = [h.name for h in self._hidden.values() if h.pending]
+        if lost:
+            raise GradreelError(
+                f"zero_grad between backward and step would have to remove a gradient from the momentum of {lost[0]}; "
+                "call step first, use torch.autograd.grad for probes, or hidden_momentum='apart'"
+            )
+        super().zero_grad(set_to_none)
+
+    def track_fresh_gradients(self, on: bool = True) -> None:
+        """Keep this step's own gradient beside attached momentum from now on (costs one gradient of memory)."""
+        for hidden in self._hidden.values():
+            hidden.tracking = on
+
+    def fresh_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This step's gradient of `parameter`, never its history; None where there was none.
+
+        Errors: GradreelError where hidden momentum is attached, history is in the buffer and
+        `track_fresh_gradients` was not called before the backward pass. The first call begins tracking.
+        """
+        hidden = self._hidden.get(parameter)
+        if hidden is None or parameter.grad is not None:
+            return parameter.grad
+        gradient = hidden.fresh_gradient()
+        self.track_fresh_gradients()
+        return gradient
+
+    def scale_fresh_gradient(self, parameter: nn.Parameter, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply what `fresh_gradient` gave by `factor`, in the momentum too; used by `clip_fresh_gradients`."""
+        hidden = self._hidden.get(parameter)
+        if hidden is None or parameter.grad is not None:
+            gradient.mul_(factor.to(gradient.dtype))
+        else:
+            hidden.scale_fresh(gradient, factor)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state allocated so far, without step counters."""
+        return sum(s.state_bytes for s in self._steppers.values())
+
+    @property
+    def pinned_gradient_bytes(self) -> int:
+        """Bytes of gradient buffers that survive between steps, allocated so far."""
+        return sum(s.pinned_gradient_bytes for s in self._steppers.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format with one entry more, `gradreel`: schema version, recipe, seed."""
+        return _state.save(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, bit for bit: no cast to the parameters' dtype, as torch's own loading does.
+
+        Errors: GradreelError for another recipe, another schema version, other groups, shapes or dtypes; nothing is
+        changed then.
+        """
+        _state.load(self, state_dict)
+
+    def describe_groups(self) -> str:
+        """One line per group: role, number of parameters, chain."""
+        lines = []
+        for group in self.param_groups:
+            chains = {self.recipe.chain_for(self._infos[p]).describe() for p in group["params"]}
+            lines += [f"{group['role']:<16} {len(group['params']):>5}  {chain}" for chain in sorted(chains)]
+        return "\n".join(lines)
+
+
+class SkewAdam(RecipeOptimizer):
+    """SkewAdam (arXiv 2607.19058) over groups with roles; `paper_exact=True` keeps the original's quirks."""
+
+    def __init__(self, params: Iterable[Any], lr: float | None = None, **options: Any) -> None:
+        super().__init__(params, "skewadam", lr=lr, **options)
+
+
+class SinkGD(RecipeOptimizer):
+    """Stateless Sinkhorn (arXiv 2502.06742) over groups with roles."""
+
+    def __init__(self, params: Iterable[Any], lr: float | None = None, **options: Any) -> None:
+        super().__init__(params, "sinkgd", lr=lr, **options)
+
+
+class Mesh(RecipeOptimizer):
+    """MESH (arXiv 2608.04407) over groups with roles."""
+
+    def __init__(self, params: Iterable[Any], lr: float | None = None, **options: Any) -> None:
+        super().__init__(params, "mesh", lr=lr, **options)
+
+
+def make_optimizer(
+    model: nn.Module,
+    recipe: str | Recipe,
+    lr: float | None = None,
+    *,
+    roles: dict[str, str] | None = None,
+    **options: Any,
+) -> RecipeOptimizer:
+    """The optimizer for a model: roles found in it choose the chains.
+
+    `recipe`: a name such as "mesh+adam_rest", or a Recipe; `lr`: its base rate (default: the recipe's); `roles`
+    overrides the role of named parameters; `options` are switches of the recipe and of `RecipeOptimizer`.
+    """
+    return RecipeOptimizer(role_groups(model, roles), recipe, lr=lr, **options)

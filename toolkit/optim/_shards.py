@@ -1,0 +1,64 @@
+"""Sharded parameters (DTensor, FSDP2): what a rank may step on its own, and what it must gather first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.recipes import Recipe
+from traces.errors import GradreelError
+from traces.views import ParamInfo
+
+#: Stages that treat every element alone.
+ELEMENTWISE = frozenset(
+    {"second_moment", "ema", "unbias", "heavy_ball", "hidden_ema", "sign", "divide", "coupled_decay", "lion", "apply"}
+)
+
+
+class Shard:
+    """How one DTensor parameter is stepped.
+
+    `gathered`: weight and gradient are gathered and every rank takes the whole step (its state is whole too);
+    otherwise the rank steps its own rows, whose first element has the index `first_element`.
+    """
+
+    def __init__(self, parameter: Any, info: ParamInfo, recipe: Recipe) -> None:
+        axes = {p.dim for p in parameter.placements if p.is_shard()}
+        if any(p.is_partial() for p in parameter.placements):
+            raise GradreelError(f"{info.name}: placement {parameter.placements}; allowed: Shard and Replicate")
+        chain = recipe.chain_for(info)
+        alone = all(stage.name in ELEMENTWISE for stage in chain)
+        by_expert = axes <= {info.expert_axis} and not any(couples_experts(stage) for stage in chain)
+        self.gathered = bool(axes) and not (by_expert or (alone and axes <= {0}))
+        self.first_element, self.info = 0, info
+        if axes and not self.gathered:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            row = info.numel // info.shape[0] if info.shape[0] else 0
+            self.first_element = int(offset[0]) * row
+            experts = shape[0] if info.expert_axis == 0 else info.num_experts
+            self.info = replace(info, shape=tuple(shape), num_experts=experts, strides=None)
+
+    def whole(self, tensor: Any) -> Tensor:
+        """What the stepper works on: the gathered tensor or the local one."""
+        return tensor.full_tensor() if self.gathered else tensor.to_local()
+
+    def write_back(self, parameter: Any, weight: Tensor) -> None:
+        """Store a gathered weight after its step; a local one was changed in place."""
+        if not self.gathered:
+            return
+        from torch.distributed.tensor import distribute_tensor
+
+        mine = distribute_tensor(weight, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(mine.to_local())
+
+
+def couples_experts(stage: Any) -> bool:
+    """Whether a stage lets one expert influence another."""
+    view = stage.options.get("view")
+    return stage.options.get("clip_scope") == "tensor" or (view is not None and view.joins_experts)
