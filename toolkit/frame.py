@@ -51,7 +51,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 #: The sentence that every replay's documentation and report carries.
-OPEN_LOOP_NOTE = "Replay is open-loop: it compares updates, not losses."
+OPEN_LOOP_NOTE = "Replay is open-loop: it compares updates, not losses"
 
 ROW_GROUP_ROWS = 65_536
 #: A file that declares more rows is read lazily by the caller, never at once by `read_frame`.

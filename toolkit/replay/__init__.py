@@ -1,0 +1,28 @@
+"""Replay a recorded run through other optimizers. Replay is open-loop: it compares updates, not losses."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.replay._compare import compare
+    from toolkit.replay._engine import ReplayResult, replay
+    from toolkit.replay._selfcheck import SelfCheck, selfcheck
+    from toolkit.replay._source import check_parameters
+
+_PLACES = {
+    "ReplayResult": "toolkit.replay._engine",
+    "SelfCheck": "toolkit.replay._selfcheck",
+    "check_parameters": "toolkit.replay._source",
+    "compare": "toolkit.replay._compare",
+    "replay": "toolkit.replay._engine",
+    "selfcheck": "toolkit.replay._selfcheck",
+}
+__all__ = ["ReplayResult", "SelfCheck", "check_parameters", "compare", "replay", "selfcheck"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'toolkit.replay' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
