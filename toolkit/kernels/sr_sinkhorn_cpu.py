@@ -13,6 +13,7 @@ that range its squares lose nothing that matters. float64 covers every float32, 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ def _row_factor(row, total, low, high):  # type: ignore[no-untyped-def]
     if low < total < high:
         return math.sqrt(row.size / total)
     for j in range(row.size):
-        if not (widen(row[j]) == 0):
+        if widen(row[j]) != 0:
             return -1.0
     return 0.0
 
@@ -213,7 +214,7 @@ def _solve_split(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> 
     at = 0
     for sweep in range(1, int(wanted[-1]) + 1):
         up, first, wide = sweep % 2 == 0, sweep == 1, sweep == wanted[at]
-        in_threads([lambda p=p: part(p, up, first, wide) for p in range(parts)])  # type: ignore[misc]
+        in_threads([partial(part, p, up, first, wide) for p in range(parts)])
         s.c_wide[:] = sums.sum(0)
         sums[:] = 0
         if not all(good) or not _columns(x, first, s.c_wide, s.v, s.v_wide, _LOW, _HIGH):
@@ -279,11 +280,8 @@ def run(x: Tensor, sweeps: list[int], compat: str, directions: bool) -> Sinkhorn
                     _write(matrix, w, v, scale, wide)
                     arrays[k][e] = wide
                 elif directions:
-                    calls = [
-                        lambda a=a, b=b, k=k, w=w, v=v: _write(matrix[a:b], w[a:b], v, scale, arrays[k][e, a:b])  # type: ignore[misc]
-                        for a, b in (_row_parts(m, m * n) if parts > 1 else [(0, m)])
-                    ]
-                    in_threads(calls)
+                    ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
+                    in_threads([partial(_write, matrix[a:b], w[a:b], v, scale, arrays[k][e, a:b]) for a, b in ranges])
                 elif not bad[e]:
                     cosine[k, e] = _cosine(matrix, w, v)
 
@@ -313,12 +311,9 @@ def apply(weight: Tensor, x: Tensor, lr: float, decay: float, sweeps: int, compa
                 scratch.w_out[:] = np.nan
             own = goal if goal.flags.c_contiguous else np.ascontiguousarray(goal)
             w, v = scratch.w_out[0], scratch.v_out[0]
-            in_threads(
-                [
-                    lambda a=a, b=b: _subtract(matrix[a:b], w[a:b], v, scale, 1.0 - decay, own[a:b])  # type: ignore[misc]
-                    for a, b in (_row_parts(m, m * n) if parts > 1 else [(0, m)])
-                ]
-            )
+            ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
+            kept = 1.0 - decay
+            in_threads([partial(_subtract, matrix[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
             if own is not goal:
                 goal[...] = own
 
