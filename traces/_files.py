@@ -17,7 +17,7 @@ from typing import Any
 
 from traces.errors import TraceError
 
-_BLOCK_BYTES = 4 << 20  # large enough that hashing and writing release the interpreter lock for milliseconds
+_BLOCK_BYTES = 256 << 10  # hashed, then written while still in cache; 1 MiB blocks took nearly twice the CPU time
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 Stamp = tuple[int, int, int, int]
