@@ -58,7 +58,9 @@ def inline_svg(figure: Figure, key: str, label: str) -> str:
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg)
     svg = svg.replace("xlink:href", "href")
-    svg = re.sub(r'\bid="', f'id="{key}-', svg)
+    # Matplotlib names everything, equal images even alike; only what is referred to keeps its name.
+    wanted = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    svg = re.sub(r'\sid="([^"]*)"', lambda m: f' id="{key}-{m[1]}"' if m[1] in wanted else "", svg)
     svg = svg.replace('href="#', f'href="#{key}-').replace("url(#", f"url(#{key}-")
     for colour, name in ((INK, "ink"), (SOFT, "soft"), (GRID, "line")):
         svg = svg.replace(colour, f"var(--{name})")

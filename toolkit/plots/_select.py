@@ -24,9 +24,7 @@ def tidy(frame: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
     table = frame.collect() if isinstance(frame, pl.LazyFrame) else frame
     lacking = [name for name in SCHEMA if name not in table.columns]
     if lacking:
-        raise GradreelError(
-            f"this table is no Frame: it lacks the columns {', '.join(lacking)}; read it with read_frame"
-        )
+        raise GradreelError(f"this table is no Frame: it lacks {', '.join(lacking)}; read it with read_frame")
     recipe = pl.col("recipe").cast(pl.String)
     return table.with_columns(
         pl.col("role").cast(pl.String),

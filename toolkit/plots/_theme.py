@@ -1,8 +1,8 @@
 """One look for every figure: sizes, fonts, and one fixed colour per recipe family and per role.
 
-Colours: the recipe families use the eight colours of Okabe and Ito (2008), roles use Tol's "muted" scheme; both stay
-apart under the common colour-vision deficiencies. A variant keeps its family's colour and differs by line style and
-marker, so that a figure also survives a grey-scale printer.
+Colours: the recipe families start from those of Okabe and Ito (2008), roles use Tol's "muted" scheme; both stay
+apart under the common colour-vision deficiencies (a test measures it for the families). A variant keeps its family's
+colour and differs by line style and marker, so that a figure also survives a grey-scale printer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ INK, SOFT, GRID = "#1f2430", "#5b6472", "#d9dde3"
 #: One colour per recipe family, in every figure, for ever. New families are appended, none is reassigned.
 FAMILY_COLOURS: dict[str, str] = {
     "adamw": INK,
-    "sgd": "#8d8d8d",
+    "sgd": "#a3a3a3",
     "skewadam": "#e69f00",
     "sinkgd": "#d55e00",
     "mesh": "#0072b2",
     "mesh_b": "#56b4e9",
     "muon": "#009e73",
-    "lion": "#cc79a7",
+    "lion": "#7b3294",
 }
 _SPARE_COLOURS = ("#7a5195", "#6b8e23", "#a0522d", "#20808d", "#b0306a", "#4b5d9b")
 
@@ -203,6 +203,8 @@ def themed(draw: Callable[..., Figure]) -> Callable[..., Figure]:
         with theme():
             figure = draw(frame, **options)
             figure.draw_without_rendering()
+            # Laid out once; saving at another resolution must not move anything.
+            figure.set_layout_engine("none")
         return figure
 
     return inner

@@ -50,7 +50,11 @@ def few_token_amplification(frame: pl.DataFrame) -> pl.DataFrame:
     base = rows.filter(pl.col("tokens") >= pl.col("many")).group_by(group).agg(base=pl.col("log").mean())
     few = rows.filter(pl.col("tokens") <= pl.col("few")).group_by([*group, "expert"]).agg(pl.col("log").mean())
     joined = few.join(base, on=group, nulls_equal=True)
-    return joined.with_columns(value=(pl.col("log") - pl.col("base")).exp()).select("recipe", *UNIT, "value")
+    return (
+        joined.with_columns(value=(pl.col("log") - pl.col("base")).exp())
+        .select("recipe", *UNIT, "value")
+        .sort("recipe", *UNIT)
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Measure:
     """One measure of how an optimizer behaves on routed experts over time.
 
     `stable` is +1 where a larger value is the more stable one, -1 where a smaller one is. `as_ratio` compares two
-    recipes by a factor instead of a difference. `show` writes a value with its unit; `phrase` names it in a sentence.
+    recipes by a factor instead of a difference. `show` writes a value with its unit; `phrase` names it in a sentence;
+    `words` are what is said of a recipe that is the less or the more stable one by it.
     """
 
     key: str
@@ -68,6 +73,7 @@ class Measure:
     values: Callable[[pl.DataFrame], pl.DataFrame]
     show: Callable[[float], str]
     phrase: str
+    words: tuple[str, str] = ("less stable", "more stable")
     as_ratio: bool = False
 
 
@@ -80,10 +86,12 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def significant(value: float, digits: int = 2) -> str:
-    """`value` with `digits` significant digits, in scientific form beyond a thousand or below a thousandth."""
+    """`value` with `digits` significant digits, whole up to ten thousand, scientific beyond and below a thousandth."""
     if value == 0:
         return "0"
-    if 1e-3 <= abs(value) < 1e3:
+    if 10**digits <= abs(value) < 1e4:
+        text = f"{value:,.0f}"
+    elif 1e-3 <= abs(value) < 1e3:
         text = f"{value:#.{digits}g}".rstrip(".")
     else:
         text = f"{value:.{digits - 1}e}"
@@ -122,6 +130,7 @@ MEASURES = (
         few_token_amplification,
         lambda v: f"{significant(v)}×",
         "amplification on few over many tokens",
+        ("amplifies more", "amplifies less"),
         as_ratio=True,
     ),
     Measure(
@@ -132,5 +141,6 @@ MEASURES = (
         lambda f: unit_values(f, "zombie_displacement"),
         significant,
         "displacement while idle",
+        ("moves more", "moves less"),
     ),
 )

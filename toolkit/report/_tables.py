@@ -48,7 +48,7 @@ def recipe_table(frame: pl.DataFrame) -> Table:
         ("update RMS", "per element", "update_rms", unit_values(frame, "update_rms"), significant),
         ("update cosine", "lag 1", "update_cos", unit_values(frame, "update_cos", 1), number),
         ("sign flips", "lag 1", "update_sign_flip_rate", unit_values(frame, "update_sign_flip_rate", 1), percent),
-        ("amplification", "‖update‖ / ‖gradient‖", "amplification", amplification, significant),
+        ("amplification", "update / gradient", "amplification", amplification, significant),
         (
             "few tokens",
             "× many tokens",
@@ -98,7 +98,8 @@ def provenance_rows(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
             return
         rows.append((prefix, _plain(value)))
 
-    visit("", provenance)
+    if provenance:
+        visit("", provenance)
     if len(rows) > _MOST_ROWS:
         rows = [*rows[:_MOST_ROWS], ("…", f"{len(rows) - _MOST_ROWS} more entries, left out of this page")]
     return rows

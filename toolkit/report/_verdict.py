@@ -54,22 +54,30 @@ class Comparison:
     @property
     def gap(self) -> str:
         """The difference (or factor) as the report prints it."""
-        return self._show(self.difference)
+        return self._show(self.difference) + self._unit
 
     @property
     def interval(self) -> str:
         """Its 95% interval, or why there is none."""
         if self.low is None or self.high is None:
             return f"no interval from {self.units} units"
-        return f"{self._show(self.low)} to {self._show(self.high)}"
+        return f"{self._show(self.low)} to {self._show(self.high)}{self._unit}"
+
+    @property
+    def words(self) -> str:
+        """The reading in words that fit the measure."""
+        less, more = self.measure.words
+        return {"less stable": less, "more stable": more}.get(self.reading, self.reading)
+
+    @property
+    def _unit(self) -> str:
+        return "×" if self.measure.as_ratio else " points" if self.measure.key == "flips" else ""
 
     def _show(self, value: float) -> str:
-        if self.measure.as_ratio:
-            return f"{significant(value)}×"
-        if self.measure.key == "zombie":
+        if self.measure.as_ratio or self.measure.key == "zombie":
             return significant(value)
         if self.measure.key == "flips":
-            return f"{number(100 * value, 0 if abs(self.difference) >= 0.0995 else 1)} pts"
+            return number(100 * value, 0 if abs(self.difference) >= 0.0995 else 1)
         return number(value, 2 if abs(self.difference) >= 0.01 else 4)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,22 +62,23 @@ def write_report(
     missing are named in it with what to add. Raises GradreelError if `path` cannot be written or `frame` is no Frame.
     """
     table = tidy(frame)
-    found = verdict(table)
-    drawn, missing = draw_all(table)
-    page = _render(
-        title=title,
-        verdict=found,
-        pairs=by_pair(found.comparisons),
-        figures=drawn,
-        missing=missing,
-        recipes=recipe_table(table),
-        provenance=provenance_rows(provenance),
-        notes=list(notes),
-        open_loop=OPEN_LOOP_NOTE.rstrip(".") + ".",
-        trace_id=trace_id(provenance, table),
-    )
     target = Path(path)
-    _write_whole(target, page)
+    with _replacing(target) as aside:
+        found = verdict(table)
+        drawn, missing = draw_all(table)
+        page = _render(
+            title=title,
+            verdict=found,
+            pairs=by_pair(found.comparisons),
+            figures=drawn,
+            missing=missing,
+            recipes=recipe_table(table),
+            provenance=provenance_rows(provenance),
+            notes=list(notes),
+            open_loop=OPEN_LOOP_NOTE.rstrip(".") + ".",
+            trace_id=trace_id(provenance, table),
+        )
+        aside.write_text(page, encoding="utf-8", errors="replace")
     return Report(target, found.headline, tuple(name for name, _ in missing))
 
 
@@ -123,15 +126,24 @@ def _render(**values: Any) -> str:
     return environment.get_template("page.html").render(**values)
 
 
-def _write_whole(target: Path, page: str) -> None:
-    """Write aside and rename, so that a reader never sees half a report."""
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A file beside `target` that takes its place in the end, so that a reader never sees half a report.
+
+    It is made at once: a path that cannot be written is said before the figures are drawn.
+    """
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(page, encoding="utf-8", errors="replace")
+        aside.touch()
+        yield aside
         aside.replace(target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise GradreelError(
             f"cannot write the report {str(target)!r}: {error.strerror or error}; name a file in a folder you may write"
         ) from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
