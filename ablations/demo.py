@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def run_demo(
     """
     preset = PRESETS.get("demo") if preset is None else preset
     if steps is not None:
-        preset = replace(preset, steps=steps, warmup=min(preset.warmup, steps // 10))
+        preset = preset.shortened(steps)
     target = Path(folder)
     _refuse_foreign(target)
     with _in_place_of(target) as aside:
@@ -90,11 +90,11 @@ def run_demo(
 def record_preset(preset: Ablation, path: str | Path) -> tuple[list[float], int | None]:
     """Train the preset's model from its seed and record it at `path`; the losses, and the step it diverged at."""
     import torch
-    from traces.recorder import Recorder
 
     from ablations.data.corpus import stdlib_corpus
     from ablations.models import MoELanguageModel
     from ablations.train import Schedule, StepReport, train
+    from traces.recorder import Recorder
 
     corpus = stdlib_corpus()
     torch.manual_seed(preset.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ablations.models.config import MoEConfig
@@ -53,6 +53,10 @@ class Ablation:
             raise GradreelError(f"preset {self.name}: length is {self.length}; allowed: up to max_positions = {limit}")
         if self.baseline not in self.arms:
             raise GradreelError(f"preset {self.name}: baseline {self.baseline!r} is not among its arms")
+
+    def shortened(self, steps: int) -> Ablation:
+        """The same experiment over `steps` steps, with at most a tenth of them for warm-up."""
+        return replace(self, steps=steps, warmup=min(self.warmup, steps // 10))
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """torch's own AdamW on every parameter, as one group."""

@@ -10,6 +10,7 @@ import pytest
 from ablations.bench_recorder import bench_recorder, ratio_of, run_bench
 from ablations.presets import PRESETS
 from traces import GradreelError
+from traces.console import CheckFailed
 
 
 def test_the_interval_holds_the_true_median_and_shrinks_with_pairs() -> None:
@@ -51,16 +52,24 @@ def test_too_few_pairs_are_refused() -> None:
         bench_recorder(1)
 
 
-def test_the_json_row_carries_device_unit_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_json_row_carries_device_unit_and_versions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ablations import bench_recorder as module
 
     ratio = ratio_of(np.full(5, 1.05), np.ones(5))
     made_up = module.OverheadResult(ratio, ratio, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), 10.0, 64, "cpu", 2, {"torch": "x"})
     monkeypatch.setattr(module, "bench_recorder", lambda *a, **k: made_up)
-    file = tmp_path / "row.json"
-    assert run_bench(json_path=file)
-    row = json.loads(file.read_text())
+    run_bench(json=True)
+    row = json.loads(capsys.readouterr().out)
     assert row["op"] == "recorder"
     assert row["device"] == "cpu"
     assert row["versions"] == {"torch": "x"}
+    assert row["unit"] == "ratio of seconds"
     assert row["overhead"]["median"] == pytest.approx(1.05)
+    run_bench()
+    assert "within the bar of 1.08" in capsys.readouterr().out
+    slow = dataclasses.replace(made_up, overhead=dataclasses.replace(ratio, high=1.09))
+    monkeypatch.setattr(module, "bench_recorder", lambda *a, **k: slow)
+    with pytest.raises(CheckFailed, match=r"up to 1.0900 .* the bar is 1.08"):
+        run_bench()

@@ -1,0 +1,102 @@
+"""Options of the whole command: version, plug-ins, and packages of other people that are called like ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ablations.cli import plugins_first
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def gradreel(*arguments: str, before: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own; `before` is searched for packages before ours."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(before)] if before else []} + [{str(ROOT)!r}]\n"
+        "import importlib.util as u\n"
+        f"spec = u.spec_from_file_location('ablations', {str(ROOT / 'ablations' / '__init__.py')!r}, "
+        f"submodule_search_locations=[{str(ROOT / 'ablations')!r}])\n"
+        "sys.modules['ablations'] = u.module_from_spec(spec)\n"
+        "from ablations.cli import main; main()\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["info", "x"], ["info", "x"]),
+        (["info", "x", "--plugin", "p.py"], ["--plugin", "p.py", "info", "x"]),
+        (["--plugin=a.py", "info", "--plugin", "b.py"], ["--plugin=a.py", "--plugin", "b.py", "info"]),
+        (["record", "o", "--", "python", "--plugin", "p"], ["record", "o", "--", "python", "--plugin", "p"]),
+        (["info", "--plugin"], ["--plugin", "info"]),
+    ],
+)
+def test_a_plugin_may_stand_anywhere_before_the_users_program(given: list[str], expected: list[str]) -> None:
+    assert plugins_first(given) == expected
+
+
+def test_version_names_a_foreign_distribution_by_path(tmp_path: Path) -> None:
+    assert gradreel("--version").stdout.splitlines() == ["gradreel 0.1.0"]
+    info = tmp_path / "traces-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: traces\nVersion: 9.9\n")
+    (info / "top_level.txt").write_text("traces\n")
+    (info / "RECORD").write_text("traces/other.py,,\n")
+    done = gradreel("--version", before=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, warning = done.stdout.splitlines()
+    assert first == "gradreel 0.1.0"
+    assert "traces 9.9" in warning
+    assert str(tmp_path / "traces") in warning
+
+
+def test_a_foreign_package_in_our_place_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "__init__.py").write_text("")
+    done = gradreel("--help", before=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert str(tmp_path / "traces") in line
+    assert "uninstall" in line
+
+
+def test_help_loads_neither_torch_nor_plotting_and_shows_every_verb() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ablations.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'seaborn', 'matplotlib', 'numba', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+    for verb in ("demo", "record", "info", "verify", "recover", "replay", "compare", "report", "list", "bench"):
+        assert f" {verb} " in done.stdout, verb
+
+
+def test_a_plugin_file_is_loaded(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from dataclasses import replace\n"
+        "from ablations.presets import PRESETS\n"
+        "ABLATION = replace(PRESETS.get('demo'), name='mine')\n"
+    )
+    done = gradreel("list", "presets", "--plugin", str(plugin))
+    assert done.returncode == 0, done.stderr
+    assert "mine" in done.stdout
+    missing = gradreel("--plugin", "nowhere.py", "list", "presets")
+    assert missing.returncode == 2
+    assert len(missing.stderr.splitlines()) == 1
+    assert "nowhere.py" in missing.stderr
+
+
+@pytest.mark.parametrize("wrong", [["nonsense"], ["demo", "--steps", "1"], ["record"]])
+def test_wrong_usage_is_one_line_and_exit_code_2(wrong: list[str]) -> None:
+    done = gradreel(*wrong)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
