@@ -33,7 +33,7 @@ def recipe(name: str | Recipe, **options: Any) -> Recipe:
     if isinstance(name, Recipe):
         if options:
             raise GradreelError(
-                f"recipe {name.name} is built already; give its switches {sorted(options)} when building it"
+                f"recipe {name.name} is built already; give {', '.join(sorted(options))} when building it"
             )
         return name
     if not isinstance(name, str):
