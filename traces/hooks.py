@@ -219,7 +219,7 @@ class ForwardWatch:
         rows = capture.topk_expert_ids if capture.topk_expert_ids is not None else capture.logits
         if rows is not None:
             micro.tokens = rows.shape[:-1].numel()
-        if micro.linked:
+        if micro.linked or not torch.is_grad_enabled():  # reentrant checkpointing builds no graph here
             return
         for tensor in (capture.scores, capture.logits, *args):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -243,8 +243,8 @@ def check_micro_steps(watch: ForwardWatch, micro_steps: Sequence[MicroStep]) -> 
         names = ", ".join(repr(layer.experts_name) for layer in watch.layers[:3])
         raise GradreelError(
             f"no training forward was seen before the first optimizer step: the hooks on {names} stayed silent; if the "
-            "model is compiled, enter the Recorder before its first call; forwards in eval mode or under no_grad do not "
-            "count"
+            "model is compiled, enter the Recorder before its first call; forwards in eval mode or under no_grad "
+            "do not count"
         )
     for micro in micro_steps:
         for layer in watch.layers:

@@ -13,7 +13,7 @@ from traces.views import ParamInfo
 
 
 class Plan:
-    """Sizes of one recording. `step_bytes` and `snapshot_bytes` (weights) are exact but for the routing's compression."""
+    """Sizes of one recording, exact but for the compression of the routing."""
 
     def __init__(self, at: RecordAt, infos: Sequence[ParamInfo], layers: Sequence[MoELayer]) -> None:
         self.at, self._infos, self._layers = at, list(infos), list(layers)

@@ -118,6 +118,12 @@ class Recorder:
         """Say which tokens of the next forward are real (non-zero) and which padding (0), in the order of routing."""
         self._watch.next_mask = attention_mask
 
+    def flush(self) -> None:
+        """Hand over the finished step and wait until the writer has taken it; later scalars go to the next step."""
+        self._hand_over()
+        if self._sink is not None:
+            self._sink.drain()
+
     @property
     def dropped_steps(self) -> int:
         """Steps that a full queue lost (`when_full="drop"`)."""
@@ -226,6 +232,7 @@ class Recorder:
 
     def _on_forward(self) -> None:
         """A training forward begins: the step before it is over, or its gradients were thrown away."""
+        self._hooks.forget_unfinished()
         if self._open:
             self._finish_step()
         self._hand_over()
@@ -406,7 +413,7 @@ class Recorder:
 
     def _snapshot(self, step: int) -> Job:
         """The recorded parameters' weights as they are now, as the closing snapshot of step `step`."""
-        job = Job(step, False, {}, estimated_bytes=self.plan.snapshot_bytes)
+        job = Job(step, False, {}, closing=True, estimated_bytes=self.plan.snapshot_bytes)
         self._transfer.begin(job.estimated_bytes)
         for name, parameter in self._parameters.items():
             job.tensors.append(("weight", name, self._transfer.copy(parameter.detach())))

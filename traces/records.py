@@ -25,7 +25,7 @@ from traces.views import NONE, ParamInfo, RoutingStep
 class Job:
     """One step on its way to the writer. `tensors` are (stream, parameter, host buffer); `absent` had no gradient.
 
-    `found_inf` above 0 marks the step skipped. `ready` waits for the transfer. `scalars` may hold tensors.
+    `found_inf` above 0 marks the step skipped. `closing` is the last snapshot. `ready` waits for the transfer. `scalars` may hold tensors.
     """
 
     step: int
@@ -37,6 +37,7 @@ class Job:
     found_inf: Tensor | None = None
     skipped: bool = False
     reserved: bool = False
+    closing: bool = False
     norm: Tensor | None = None
     ready: list[Callable[[], None]] = field(default_factory=list)
     estimated_bytes: int = 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ class TraceSink:
         self._header: Header | None = None
         self._early: list[Job] = []
         self._sizes: deque[int] = deque()  # of records that are not sealed yet
-        self._given = self._failing = 0
+        self._given = 0
+        self._pause_s = self._try_again_at = 0.0
 
     def open(self) -> None:
         """Make the folder and start the writer thread; `GradreelError` where no folder can be made."""
@@ -71,6 +73,11 @@ class TraceSink:
         self._given += 1
         self._spool.put(job, job.reserved)
 
+    def drain(self) -> None:
+        """Wait until every job so far has been taken by the writer."""
+        if self._spool is not None:
+            self._spool.drain()
+
     def close(self, notify: Callable[[str], None]) -> None:
         """Write what waits, end the trace, and tell what was lost."""
         if self._spool is None:
@@ -93,26 +100,24 @@ class TraceSink:
 
     def _write(self, job: Job) -> None:
         record = self._assembler.record(job)
+        if time.monotonic() < self._try_again_at and not job.closing:
+            self._lose(self.first_error)
+            return
         try:
             if self.writer is None:
                 assert self._header is not None
                 self.writer = TraceWriter(self.path, self._header)
-            if self._failing:
-                self.writer.flush()  # what is buffered comes first; while that fails, nothing more is taken
-                self._failing = False
+            self.writer.append(record)  # what raises here was not taken
         except Exception as error:
+            # A full disk is not hammered: each try may write a whole chunk for nothing, while training waits.
+            self._pause_s = min(2 * self._pause_s or 1.0, 60.0)
+            self._try_again_at = time.monotonic() + self._pause_s
             self._lose(error)
             return
-        try:
-            self.writer.append(record)
-        except OSError as error:  # taken, but not written yet: the writer tries again
-            self._failing = True
-            self.first_error = self.first_error or error
-        except Exception as error:
-            self._lose(error)
+        self._pause_s = 0.0
         self._forget_sizes()
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, error: BaseException | None) -> None:
         self.first_error = self.first_error or error
         self.lost += 1
         if self.writer is not None:

@@ -190,6 +190,12 @@ class Spool:
         self._jobs.append((job, reserved))
         self._wake.release()
 
+    def drain(self) -> None:
+        """Wait until every job so far is done."""
+        done = threading.Event()
+        self.put(done, reserved=False)
+        done.wait()
+
     def close(self) -> None:
         """Wait until every job is done and end the thread."""
         self._jobs.append((None, False))
@@ -203,6 +209,9 @@ class Spool:
             job, reserved = self._jobs.popleft()
             if job is None:
                 return
+            if isinstance(job, threading.Event):
+                job.set()
+                continue
             try:
                 self._work(job)
             except BaseException as error:  # the training run must not die of this thread

@@ -36,6 +36,7 @@ class StepHooks:
         self.given = optimizer is not None
         self.optimizers: list[torch.optim.Optimizer] = []  # kept alive, so that an id is never used again
         self._handles: list[Any] = []
+        self._inside: set[int] = set()
         if self.given:
             self.optimizers = _as_optimizers(optimizer)
             held = {name for one in self.optimizers for name in self.parameters_of(one)}
@@ -57,6 +58,10 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def forget_unfinished(self) -> None:
+        """A new forward began: a step that raised an exception is over too."""
+        self._inside.clear()
 
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
         """The recorded parameters that `optimizer` holds now."""
@@ -81,6 +86,9 @@ class StepHooks:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if id(optimizer) in self._inside:
+            return None  # a subclass calls super().step(), and torch has put the hooks around both
+        self._inside.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._on_gradients(optimizer)
@@ -105,6 +113,7 @@ class StepHooks:
         return wrapped
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside.discard(id(optimizer))
         self._in_closure(False)
 
 
