@@ -105,7 +105,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
             if parameter in self._shards:
                 stepper.first_element = self._shards[parameter].first_element
             self._steppers[parameter] = stepper
-            self.state[parameter] = stepper.state
+            if stepper.state:
+                self.state[parameter] = stepper.state
         return stepper
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
