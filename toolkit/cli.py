@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from traces.console import example, out, say
+from traces.console import CheckFailed, example, out, say
 from traces.errors import GradreelError, unknown
 
 if TYPE_CHECKING:
@@ -285,15 +286,32 @@ def add_bench(name: str, run: Callable[..., Any]) -> None:
 
 
 def bench(
-    op: Annotated[str, typer.Argument(metavar="OP", help="A kernel's name, or recorder.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="One JSON line per row instead of a table.")] = False,
-    pairs: Annotated[int | None, typer.Option(min=3, help="Timed pairs per row.")] = None,
+    op: Annotated[str, typer.Argument(metavar="OP", help="A kernel, 'all' kernels, or recorder.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of lines.")] = False,
+    pairs: Annotated[int | None, typer.Option(min=3, help="Timed rounds; every one times all forms once.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    peer: Annotated[
+        Path | None, typer.Option(metavar="FILE.py", help="Functions of yours, named as ops, timed beside ours.")
+    ] = None,
 ) -> None:
-    """Time an op's backends against each other, after its tests have passed."""
+    """Time an op against what people would use instead, in pairs, after its checks have passed."""
     if op in BENCHES:
         BENCHES[op](json=json, pairs=pairs)
         return
-    raise unknown("benchmark", op, BENCHES)
+    from toolkit.kernels import _bench
+
+    if op not in (*_bench.OPS, "all"):
+        raise unknown("benchmark", op, (*_bench.OPS, *BENCHES, "all"))
+    rounds = pairs or _bench.MIN_ROUNDS
+    if not json:
+        failed = _bench.run(op, device, peer=peer, rounds=rounds, echo=lambda line: out().print(line, markup=False))
+    else:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "bench.json"
+            failed = _bench.run(op, device, json_path=file, peer=peer, rounds=rounds, echo=say)
+            print(file.read_text(encoding="utf-8"), end="")
+    if failed:
+        raise CheckFailed(f"bench {op}: a check failed, see above; nothing was timed for it")
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 MAIN_ROLE = "routed_expert"
 #: Columns of values in one table: 80 columns hold a label of 24 and five of these.
 VALUES_PER_TABLE = 5
-_LABEL_WIDTH = 24
+_LABEL_WIDTH = 28
 _SUMMARY_FLAGS = ("", "mean")
+#: Costs of parameters add up; everything else is averaged.
+_ADDED_UNITS = ("B", "ms")
 
 
 def summary_tables(frame: pl.DataFrame) -> Iterator[Table]:
@@ -34,7 +36,7 @@ def summary_tables(frame: pl.DataFrame) -> Iterator[Table]:
         return
     role = MAIN_ROLE if MAIN_ROLE in roles else roles[0]
     order = replayed["recipe"].unique(maintain_order=True).to_list()
-    title = f"Recipes, role {role}, mean over steps"
+    title = f"Recipes, role {role}, mean over steps (bytes and ms: sum over parameters)"
     yield from _tables(title, replayed.filter(pl.col("role") == role), "recipe", order)
 
 
@@ -58,7 +60,7 @@ def number(value: float | None, unit: str = "1") -> str:
     """Three significant digits; bytes in binary units; an en dash for what is undefined."""
     if value is None:
         return "–"
-    if unit == "bytes":
+    if unit == "B":
         for name in ("B", "KiB", "MiB", "GiB"):
             if abs(value) < 1024 or name == "GiB":
                 return f"{value:.4g} {name}"
@@ -70,8 +72,12 @@ def number(value: float | None, unit: str = "1") -> str:
 
 def _means(frame: pl.DataFrame) -> pl.DataFrame:
     kept = frame.filter(pl.col("flag").cast(pl.String).is_in(_SUMMARY_FLAGS) & pl.col("value").is_not_null())
-    # Costs of parameters add up; everything else is averaged.
-    value = pl.when(pl.col("unit") == "bytes").then(pl.col("value").sum()).otherwise(pl.col("value").mean()).first()
+    value = (
+        pl.when(pl.col("unit").is_in(_ADDED_UNITS))
+        .then(pl.col("value").sum())
+        .otherwise(pl.col("value").mean())
+        .first()
+    )
     keys = ["recipe", "role", "metric", "lag"]
     means = kept.group_by(*keys, maintain_order=True).agg(value.alias("value"), pl.col("unit").first())
     smallest = pl.col("lag").is_null() | (pl.col("lag") == pl.col("lag").min().over("metric"))
