@@ -3,12 +3,16 @@
 The modules named here import torch only inside their functions.
 """
 
+from toolkit.kernels.skewadam_step import SkewAdamRule, SkewAdamState, skewadam_step
 from toolkit.kernels.sr_sinkhorn import SinkhornResult, sr_sinkhorn, sr_sinkhorn_apply, sr_sinkhorn_run
 from toolkit.kernels.step_statistics import StepStatistics, step_statistics
 
 __all__ = [
     "SinkhornResult",
+    "SkewAdamRule",
+    "SkewAdamState",
     "StepStatistics",
+    "skewadam_step",
     "sr_sinkhorn",
     "sr_sinkhorn_apply",
     "sr_sinkhorn_run",
