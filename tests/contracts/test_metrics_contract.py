@@ -31,7 +31,7 @@ def routing(step: int, rng: np.random.Generator, padding: int = 0) -> RoutingSte
     return RoutingStep(step, 1, E, ids, is_pad, counts, logits=all_logits)
 
 
-def views(metric: Metric, steps: int, padding: int = 0) -> list[StepView]:
+def views(metric: Metric, steps: int, padding: int = 0, dtype: torch.dtype = torch.float32) -> list[StepView]:
     """A stream with everything any metric may need."""
     rng = np.random.default_rng(0)
     out = []
@@ -43,7 +43,7 @@ def views(metric: Metric, steps: int, padding: int = 0) -> list[StepView]:
         else:
             view.param = INFO
             for field in ("gradient", "weight", "update", "delta", "reference_update", "reference_weight"):
-                setattr(view, field, torch.tensor(rng.normal(size=INFO.shape), dtype=torch.float32))
+                setattr(view, field, torch.tensor(rng.normal(size=INFO.shape), dtype=dtype))
             view.initial_weight = out[0].weight if out else view.weight
             view.presence, view.tokens_per_expert = np.full(E, NONZERO, np.uint8), rng.integers(1, 9, E)
             if step % 5 == 0:
@@ -134,11 +134,12 @@ def test_state_is_bounded(metric: Metric) -> None:
     assert held(many) <= limit
 
 
-def test_kept_tensors_are_copies(metric: Metric) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_kept_tensors_are_copies(metric: Metric, dtype: torch.dtype) -> None:
     """Views are lent: whoever overwrites a tensor after the feed changes nothing."""
-    _, wanted = run(metric, views(metric, 12))
+    _, wanted = run(metric, views(metric, 12, dtype=dtype))
     state, found = start(metric), []
-    for view in views(metric, 12):
+    for view in views(metric, 12, dtype=dtype):
         found += list(metric.update(state, view) or ())
         for field in ("gradient", "update", "delta", "weight", "reference_update", "reference_weight"):
             tensor = getattr(view, field)

@@ -13,7 +13,7 @@ import torch
 from toolkit.frame import SCHEMA
 from toolkit.metrics import METRICS, Metric
 from toolkit.metrics._engine import MetricEngine
-from toolkit.metrics._experts import flat64, shared
+from toolkit.metrics._experts import shared, wide
 from traces.errors import GradreelError, NotRecorded, UnknownName
 from traces.views import NONE, ParamInfo, RoutingStep, StepView
 
@@ -135,12 +135,14 @@ def test_metrics_of_the_trace_run_once_and_those_of_recipes_once_each() -> None:
     for step in (1, 2):
         recorded = view(step)
         engine.feed(recorded)
-        for name in ("adamw", "mesh"):
-            engine.feed(replace(recorded, update=recorded.gradient * 2), recipe=name)
+        for name, factor in (("adamw", 2), ("mesh", 3)):
+            engine.feed(replace(recorded, update=recorded.gradient * factor), recipe=name)
     frame = table(engine)
     assert calls.count(("grad_norm", 1)) == 1
     assert calls.count(("update_rms", 1)) == 2
     assert set(frame.filter(pl.col("metric") == "update_rms")["recipe"]) == {"adamw", "mesh"}
+    rms = {r["recipe"]: r["value"] for r in frame.iter_rows(named=True) if r["metric"] == "update_rms"}
+    assert rms["mesh"] == pytest.approx(3 * rms["adamw"] / 2), "no recipe is given another one's numbers"
     assert frame.filter(pl.col("metric") == "grad_norm")["recipe"].unique().to_list() == [None]
 
 
@@ -156,7 +158,7 @@ def test_recipes_share_one_conversion_of_the_gradient() -> None:
     metric = METRICS.get("update_rms")
 
     def update(state: Any, seen: StepView) -> Any:
-        tensor = flat64(seen, "gradient")
+        tensor = wide(seen, "gradient")
         assert tensor is not None
         converted.append(tensor)
         return ()

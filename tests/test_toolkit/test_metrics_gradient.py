@@ -41,7 +41,7 @@ def gradients(kind: str) -> tuple[ParamInfo, list[StepView]]:
         gradient = torch.tensor(values, dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
         view = StepView(step, info, layer=0, gradient=gradient, presence=presence)
         if kind == "subset":
-            view.experts = np.array([3, 1] if step < 6 else [3, 0])
+            view.experts = np.array([3, 0] if step in (5, 6) else [3, 1])
             view.gradient = gradient[torch.as_tensor(view.experts)]
         if kind == "none" and step % 3 == 0:
             view.gradient, view.presence = None, np.full(4, NONE, np.uint8)
@@ -161,6 +161,8 @@ def test_sign_flip_rate(kind: str) -> None:
                 assert measure.value[expert] == pytest.approx(flipped / compared, abs=1e-12)
             else:
                 assert not np.isfinite(measure.value[expert])
+    for measure in steps:
+        assert (measure.support[~np.isfinite(measure.value)] == 0).all()
     assert [m.step for m in steps] == [v.step for v in views]
 
 
@@ -295,3 +297,20 @@ def test_gradient_noise_scale_is_null_without_micro_norms_and_for_idle_experts()
     _, (measure,) = run("gradient_noise_scale", STACKED, views)
     assert np.isnan(measure.value).all()
     assert (measure.support == 0).all()
+
+
+def test_history_is_kept_in_the_recorded_dtype() -> None:
+    """Per element and lag: two bytes of bfloat16 for cosines, two bits for signs."""
+    info, views = gradients("bf16")
+    for name in ("grad_cos", "sign_flip_rate"):
+        metric = METRICS.get(name)
+        state = metric.init(Subject(info, 0, 4, (1, 2)))
+        for view in views:
+            list(metric.update(state, view))
+        newest = state.ring.items[-1]
+        assert len(state.ring.items) == 2
+        if name == "grad_cos":
+            assert newest.tensor.dtype == torch.bfloat16
+            assert newest.tensor.untyped_storage().nbytes() == 2 * 4 * 30
+        else:
+            assert newest.positive.nbytes == newest.negative.nbytes == 4 * 8

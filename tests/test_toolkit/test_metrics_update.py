@@ -148,6 +148,20 @@ def test_stable_rank(kind: str) -> None:
             np.testing.assert_allclose(measure.value[expert], np.nan if wanted is None else wanted, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["random", "nan", "subset", "dense", "none"])
+@pytest.mark.parametrize("name", [m.name for m in METRICS.all() if m.scope == "parameter" and m.group != "cost"])
+def test_large_tensors_are_taken_in_pieces(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces of 8 elements every tensor here is a large one; the numbers stay the same."""
+    info, views = updates(kind)
+    views = [replace(view, initial_weight=None) for view in views]
+    whole = run(name, info, views)
+    monkeypatch.setattr("toolkit.metrics._experts.PIECE", 8)
+    for part, one in zip(whole, run(name, info, views), strict=True):
+        for a, b in zip(part, one, strict=True):
+            np.testing.assert_allclose(b.value, a.value, rtol=1e-9, atol=1e-12)
+            np.testing.assert_array_equal(b.support, a.support)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [True, False])
 def test_trajectory(kind: str, given: bool) -> None:

@@ -10,7 +10,7 @@ as `nonfinite`, so that a broken expert is told from an idle one and touches no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from traces.views import NONE, NONZERO, ZERO, ParamInfo, StepView
 
+#: Elements converted to float64 at a time (32 MiB); smaller tensors are converted once per view and kept.
+PIECE = 1 << 22
 _FIELDS = tuple(f.name for f in fields(StepView))
 
 
@@ -97,14 +99,31 @@ def flat(view: StepView, field: str) -> Tensor | None:
     return memoised(view, ("flat", field), compute)
 
 
-def flat64(view: StepView, field: str) -> Tensor | None:
-    """The tensor `field` as float64 [e, L]: squares of 1e-45 and of 1e38 neither vanish nor overflow."""
+def wide(view: StepView, field: str) -> Tensor | None:
+    """The tensor `field` [e, L] as float64, converted once; above PIECE elements as it is, to be taken in pieces."""
 
     def compute() -> Tensor | None:
         tensor = flat(view, field)
-        return None if tensor is None else tensor.to(torch.float64)
+        return tensor if tensor is None or tensor.numel() > PIECE else tensor.to(torch.float64)
 
-    return memoised(view, ("flat64", field), compute)
+    return memoised(view, ("wide", field), compute)
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Columns of tensors [e, L] as float64 [e, l], at most PIECE elements each: squares of 1e-45 and of 1e38 neither
+    vanish nor overflow, and a bank of 2^31 elements is never converted as a whole."""
+    experts, length = tensors[0].shape
+    width = max(PIECE // max(experts, 1), 1)
+    for start in range(0, length, width):
+        yield tuple(tensor[:, start : start + width].to(torch.float64) for tensor in tensors)
+
+
+def inner(left: Tensor, right: Tensor) -> np.ndarray:
+    """Inner products [e] of tensors [e, L], in float64; inf where they are not finite."""
+    total = torch.zeros(left.shape[0], dtype=torch.float64, device=left.device)
+    for a, b in pieces(left, right):
+        total += torch.linalg.vecdot(a, b)
+    return to_numpy(total)
 
 
 def owned(view: StepView, field: str) -> Tensor | None:
@@ -144,10 +163,8 @@ def dot(view: StepView, left: str, right: str) -> np.ndarray:
     """Inner products [E] of two tensors of the view, in float64."""
 
     def compute() -> np.ndarray:
-        a, b = flat64(view, left), flat64(view, right)
-        if a is None or b is None:
-            return nothing_known(view)
-        return spread(to_numpy(torch.linalg.vecdot(a, b)), view)
+        a, b = wide(view, left), wide(view, right)
+        return nothing_known(view) if a is None or b is None else spread(inner(a, b), view)
 
     first, second = sorted((left, right))
     return memoised(view, ("dot", first, second), compute)
@@ -162,18 +179,24 @@ def norm_of_sum(view: StepView, *terms: tuple[float, str]) -> np.ndarray:
     """L2 norms [E] of a signed sum of tensors, in float64: `norm_of_sum(view, (1, "weight"), (1, "delta"))`."""
 
     def compute() -> np.ndarray:
-        total: Tensor | None = None
-        for sign, field in terms:
-            tensor = flat64(view, field)
-            if tensor is None:
-                return nothing_known(view)
-            total = sign * tensor if total is None else total.add(tensor, alpha=sign)
-        if total is None:
+        tensors = [tensor for _, field in terms if (tensor := wide(view, field)) is not None]
+        if len(tensors) < len(terms):
             return nothing_known(view)
-        return spread(to_numpy(torch.linalg.vector_norm(total, dim=1)), view)
+        return spread(size_of_sum([sign for sign, _ in terms], tensors), view)
 
     names = tuple(field for _, field in terms)
     return memoised(view, ("norm" + "".join(f"{sign:+g}" for sign, _ in terms), *names), compute)
+
+
+def size_of_sum(signs: Sequence[float], tensors: Sequence[Tensor]) -> np.ndarray:
+    """L2 norms [e] of a signed sum of tensors [e, L], in float64; inf where they are not finite."""
+    squares = torch.zeros(tensors[0].shape[0], dtype=torch.float64, device=tensors[0].device)
+    for parts in pieces(*tensors):
+        total = signs[0] * parts[0]
+        for sign, part in zip(signs[1:], parts[1:], strict=True):
+            total.add_(part, alpha=sign)
+        squares += torch.linalg.vecdot(total, total)
+    return to_numpy(squares.sqrt())
 
 
 def quotient(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:

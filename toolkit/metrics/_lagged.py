@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from toolkit.metrics._experts import (
@@ -23,12 +22,12 @@ from toolkit.metrics._experts import (
     expert_ids,
     experts_of,
     flat,
-    flat64,
     info_of,
+    inner,
     norm,
     nothing_known,
     owned,
-    to_numpy,
+    wide,
 )
 from toolkit.metrics._metric import Measure, Subject
 from traces.views import StepView
@@ -125,7 +124,7 @@ def lagged_cos(field_name: str) -> Functions:
     def update(state: PairSums, view: StepView) -> Iterable[Measure]:
         state.ring.follow(view.step)
         norms = norm(view, field_name)
-        now = flat64(view, field_name)
+        now = wide(view, field_name)
         for lag in state.subject.lags:
             value = np.full(state.subject.experts, np.nan)
             before: _Direction | None = state.ring.back(lag)
@@ -145,7 +144,7 @@ def _product(view: StepView, now: Tensor, before: _Direction) -> np.ndarray:
     """Inner products [E] with an earlier tensor; experts recorded at one step only are NaN."""
     mine, theirs, common = common_rows(expert_ids(view), before.experts, experts_of(info_of(view)))
     out = nothing_known(view)
-    out[common] = to_numpy(torch.linalg.vecdot(now[mine], before.tensor[theirs].to(torch.float64)))
+    out[common] = inner(now[mine], before.tensor[theirs])
     return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.metrics._experts import activity, dot, expert_ids, flat64
+from toolkit.metrics._experts import activity, dot, expert_ids, inner, pieces, wide
 from toolkit.metrics._metric import Subject
 from traces.views import StepView
 
@@ -36,7 +36,7 @@ class Moments:
 
     def add(self, view: StepView) -> None:
         """Take in one step."""
-        gradient = flat64(view, "gradient")
+        gradient = wide(view, "gradient")
         active, _ = activity(view)
         size = dot(view, "gradient", "gradient")
         self.broken += active & np.isinf(size)
@@ -49,21 +49,23 @@ class Moments:
         everyone = len(ids) == len(self.count) == gradient.shape[0]
         self.count[ids] += 1
         share = torch.as_tensor(1.0 / self.count[ids], device=gradient.device).unsqueeze(1)
-        if everyone:
-            step = gradient - self.mean
-            self.mean.addcmul_(step, share)
-        else:
-            where = torch.as_tensor(ids, device=gradient.device)
-            step = gradient[torch.as_tensor(rows, device=gradient.device)] - self.mean[where]
-            self.mean[where] = torch.addcmul(self.mean[where], step, share)
-        moved = torch.linalg.vecdot(step, step).cpu().numpy()
-        self.scatter[ids] += moved * (self.count[ids] - 1) / self.count[ids]
+        where, take = (torch.as_tensor(index, device=gradient.device) for index in (ids, rows))
+        moved = torch.zeros(len(ids), dtype=torch.float64, device=gradient.device)
+        for part, mean in pieces(gradient, self.mean):  # the mean is float64 already: its pieces are views
+            if everyone:
+                step = part - mean
+                mean.addcmul_(step, share)
+            else:
+                step = part[take] - mean[where]
+                mean[where] = torch.addcmul(mean[where], step, share)
+            moved += torch.linalg.vecdot(step, step)
+        self.scatter[ids] += moved.cpu().numpy() * (self.count[ids] - 1) / self.count[ids]
 
     def squares(self) -> np.ndarray:
         """||mean||^2 [E]; 0 for an expert never active."""
         if self.mean is None:
             return np.zeros(len(self.count))
-        return torch.linalg.vecdot(self.mean, self.mean).cpu().numpy()
+        return inner(self.mean, self.mean)
 
 
 def _rows(use: np.ndarray, recorded: np.ndarray | None) -> tuple[Any, np.ndarray]:

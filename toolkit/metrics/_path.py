@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from toolkit.metrics._experts import common_rows, expert_ids, flat64, norm, norm_of_sum, nothing_known, owned, to_numpy
+from toolkit.metrics._experts import common_rows, expert_ids, norm, norm_of_sum, nothing_known, owned, size_of_sum, wide
 from toolkit.metrics._metric import Subject
 from traces.views import StepView
 
@@ -52,14 +51,14 @@ class Path:
 
     def _from_first_seen(self, view: StepView) -> np.ndarray:
         """The same against the weights of the experts recorded at the first step; others stay NaN."""
-        weight, delta, ids = flat64(view, "weight"), flat64(view, "delta"), expert_ids(view)
+        weight, delta, ids = wide(view, "weight"), wide(view, "delta"), expert_ids(view)
         if weight is None:
             return nothing_known(view)
         if self.start is None:
             self.start, self.start_experts = owned(view, "weight"), ids
         assert self.start is not None
         here, there, common = common_rows(ids, self.start_experts, len(self.steps))
-        after = weight if delta is None else weight + delta
+        terms = [weight[here], self.start[there]] if delta is None else [weight[here], self.start[there], delta[here]]
         out = nothing_known(view)
-        out[common] = to_numpy(torch.linalg.vector_norm(after[here] - self.start[there], dim=1))
+        out[common] = size_of_sum((1.0, -1.0, 1.0)[: len(terms)], terms)
         return out

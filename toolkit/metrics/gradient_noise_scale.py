@@ -37,7 +37,6 @@ def update(state: Estimates, view: StepView) -> Iterable[Measure]:
     else:
         used = norms > 0
         parts = np.where(used, tokens / np.maximum(used.sum(axis=0), 1), 0.0)
-    tokens = parts.sum(axis=0)
     big = dot(view, "gradient", "gradient")
     used = (parts > 0) & np.isfinite(norms)
     micro_steps = used.sum(axis=0)
