@@ -9,8 +9,10 @@ import sys
 import polars as pl
 import pytest
 
+import toolkit.report
 from toolkit import cli
 from toolkit.frame import OPEN_LOOP_NOTE, read_frame, read_provenance
+from toolkit.metrics import METRICS
 from traces import console
 
 
@@ -106,14 +108,24 @@ def test_compare(gradreel, plain_run):
     assert set(read_frame("plain.compare.parquet")["metric"]) == {"pairwise_update_cos", "pairwise_weight_distance"}
 
 
-def test_report_of_a_frame_and_of_a_trace(gradreel, plain_run, tmp_path):
+def test_report_of_a_frame_and_of_a_trace(gradreel, plain_run, tmp_path, monkeypatch):
     code, shown, error = gradreel("report", plain_run.path, "-r", "sinkgd", "-r", "mesh", "--out", "page.html")
     assert code == 0, error
     assert "Report: page.html" in shown
     assert OPEN_LOOP_NOTE in (tmp_path / "page.html").read_text()
-    code, shown, _ = gradreel("report", "plain.replay.parquet", "--title", "A <b>title</b>")
-    assert code == 0
-    assert "A &lt;b&gt;title" in (tmp_path / "plain.replay.html").read_text()
+    given = {}
+
+    def fake(path, frame, **options):
+        given.update(options, path=str(path), rows=frame.height)
+        return toolkit.report.Report(path, "A verdict.")
+
+    monkeypatch.setattr(toolkit.report, "write_report", fake)
+    code, shown, _ = gradreel("report", "plain.replay.parquet", "--title", "A title")
+    assert (code, shown) == (0, "A verdict.\nReport: plain.replay.html\n")
+    assert (given["title"], given["path"]) == ("A title", "plain.replay.html")
+    assert given["rows"] == read_frame("plain.replay.parquet").height
+    assert given["provenance"]["kind"] == "replay"
+    assert given["notes"] == given["provenance"]["notes"]
     code, _, error = gradreel("report", "plain.replay.parquet", "-r", "mesh")
     assert code == 2
     assert "need a trace" in error
@@ -140,7 +152,8 @@ def test_list_without_a_kind_and_with_one_from_above(gradreel, monkeypatch):
 
 def test_listing_loads_neither_torch_nor_plots():
     code = (
-        "import sys; from traces.console import new_app, run; from toolkit import cli; app = new_app(); cli.register(app);"
+        "import sys; from traces.console import new_app, run; from toolkit import cli;"
+        "app = new_app(); cli.register(app);"
         "codes = [run(app, ['list', kind]) for kind in cli.KINDS];"
         "print(codes, [m for m in ('torch', 'seaborn', 'matplotlib') if m in sys.modules])"
     )
@@ -148,7 +161,8 @@ def test_listing_loads_neither_torch_nor_plots():
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0] []"
 
 
-def test_a_plugin_file_is_listed_and_replayed(gradreel, plain_run, tmp_path):
+def test_a_plugin_file_is_listed_and_replayed(gradreel, plain_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(METRICS, "_added", {})
     (tmp_path / "mine.py").write_text(
         '"""My own metric."""\n'
         "from dataclasses import replace\n"
@@ -215,9 +229,7 @@ def test_bench_of_a_kernel(gradreel, monkeypatch):
     ],
 )
 def test_mistakes_are_one_line_and_exit_with_2(gradreel, plain_run, tmp_path, words, text):
-    code, shown, error = gradreel(
-        *(word.replace("TRACE", str(plain_run.path)) if "TRACE" in word else word for word in words)
-    )
+    code, shown, error = gradreel(*(word.replace("TRACE", str(plain_run.path)) for word in words))
     assert code == 2
     assert shown == ""
     assert error.count("\n") == 1, error
