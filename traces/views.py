@@ -100,14 +100,10 @@ class StepView:
 
     `gradient` is the fresh gradient in the parameter's own layout and recorded dtype, or None where `.grad` was None.
     `weight` is the weight **before** the step. In a replay or a live run with an optimizer, `update` is the direction
-    before lr, `delta` the weight change, `reference_update` the update of the replay's reference recipe, `initial_weight`
-    the weight before the first step of this recipe. `presence` is uint8 [E] (or a 0-d array); `tokens_per_expert` is
-    [E] int64 for expert parameters when routing was recorded. `experts` are the ids of the recorded slices, None
-    meaning all, in order. Tensors are lent: a metric that wants one later copies it.
-
-    `micro_norms` is float64 [M, E] (or [M]): the squared norm of what each of M micro-steps added to the gradient, on
-    the gradient's own scale; `micro_tokens` int64 [M, E] the tokens routed in each. `probe` is the routing of the fixed
-    probe batch after this step, for views of a layer.
+    before lr, `delta` the weight change, `reference_update` the update of the replay's reference recipe,
+    `initial_weight` the weight before the first step of this recipe. `presence` is uint8 [E] (or a 0-d array);
+    `tokens_per_expert` is [E] int64 for expert parameters when routing was recorded. `experts` are the ids of the
+    recorded slices, None meaning all, in order. Tensors are lent: a metric that wants one later copies it.
     """
 
     step: int
