@@ -118,6 +118,11 @@ class ForwardWatch:
             if seen and (layer.layout is None or layer.layout.read is None) and layer.layer in self._router_handles:
                 self._router_handles.pop(layer.layer).remove()
 
+    def begin_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The call of `module` that is under way collected its hooks before ours were added. Only the root's counts."""
+        if module is self.root:
+            self._before_root(module, args, kwargs)
+
     def take(self) -> list[MicroStep]:
         """The micro-steps since the last call that took part in training."""
         taken = [micro for micro in self.micro_steps if micro.reached or not micro.linked]

@@ -118,6 +118,10 @@ class Recorder:
         """Say which tokens of the next forward are real (non-zero) and which padding (0), in the order of routing."""
         self._watch.next_mask = attention_mask
 
+    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a training forward of the whole model that had begun before the hooks were added."""
+        self._watch.begin_late(module, args, kwargs)
+
     def flush(self) -> None:
         """Hand over the finished step and wait until the writer has taken it; later scalars go to the next step."""
         self._hand_over()
