@@ -1,6 +1,7 @@
 """The `gradreel` command: the verbs of this floor, and those of the floors below.
 
-Nothing here may import torch or a plotting library before a verb needs it.
+Nothing here may import torch or a plotting library before a verb needs it, nor `traces` before `main` has made sure
+that it is ours.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def build_app() -> typer.Typer:
     app = new_app("Record a mixture-of-experts training run and replay it through optimizers.")
     app.callback()(options)
     app.command(epilog=example("gradreel demo"))(demo)
-    app.command(epilog=example("gradreel record --preset demo demo.trace"))(record)
+    app.command(epilog=example("gradreel record run.trace -- python train.py --steps 100"))(record)
     traces_cli.register(app)
     toolkit_cli.register(app)
     toolkit_cli.add_kind("presets", "ablations.presets", "PRESETS")
@@ -85,15 +86,43 @@ def demo(
 
 def record(
     path: Annotated[Path, typer.Argument(metavar="OUT", help="The new trace folder.", show_default=False)],
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help="Train and record this preset.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Train fewer or more steps than the preset's.")] = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- python SCRIPT [ARGS]]", help="Your own training script.", show_default=False),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Train and record this preset instead of a script.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Of a preset: fewer or more steps than its own.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Record each n-th step.")] = 1,
+    bursts: Annotated[str | None, typer.Option(metavar="LENGTH/PERIOD", help="Record bursts, such as 16/500.")] = None,
+    roles: Annotated[str, typer.Option(help="Roles to record, separated by commas.")] = "router,routed_expert",
+    streams: Annotated[str, typer.Option(help="Streams, separated by commas.")] = "gradient,routing,scalars",
+    experts: Annotated[str, typer.Option(help="'all', or how many experts to sample per layer.")] = "all",
+    dtype: Annotated[str | None, typer.Option(help="Of recorded gradients, such as bfloat16.")] = None,
+    budget: Annotated[str, typer.Option(help="Where recording ends; training goes on.")] = "10GiB",
 ) -> None:
-    """Record a preset's training run."""
+    """Record a training run: your own script, unchanged, or one of the presets."""
+    from traces.cli_record import record_at, record_script
+    from traces.errors import GradreelError
+
+    if bool(command) == (preset is not None):
+        raise GradreelError(
+            "record needs one thing to run: write `gradreel record OUT -- python train.py` or "
+            "`gradreel record --preset demo OUT`"
+        )
+    at = record_at(
+        every=every, bursts=bursts, roles=roles, streams=streams, experts=experts, dtype=dtype, budget=budget
+    )
+    if command:
+        if steps is not None:
+            raise GradreelError("--steps belongs to --preset; give a script its own arguments after its name")
+        raise typer.Exit(record_script(path, command, at))
     from ablations.demo import record_preset
     from ablations.presets import PRESETS
 
-    chosen = PRESETS.get(preset or "demo")
-    record_preset(chosen if steps is None else chosen.shortened(steps), path)
+    chosen = PRESETS.get(str(preset))
+    record_preset(chosen if steps is None else chosen.shortened(steps), path, at)
     print(f"Trace: {path}")
 
 

@@ -7,15 +7,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ablations.presets import PRESETS, Ablation
 from traces.console import progress_bar, say
 from traces.errors import GradreelError
+
+if TYPE_CHECKING:
+    from ablations.train import TrainResult
+    from traces.record_at import RecordAt
 
 DEFAULT_FOLDER = Path("runs/demo")
 _MARK = "demo.json"  # written last: only a folder that holds it is replaced by a rerun
@@ -29,8 +33,7 @@ class DemoResult:
     folder: Path
     verdict: str
     selfcheck: str
-    losses: tuple[float, ...]
-    diverged_at: int | None
+    run: TrainResult
     seconds: dict[str, float]
     peak_memory_bytes: int | None
 
@@ -76,19 +79,19 @@ def run_demo(
     with _in_place_of(target) as aside:
         seconds: dict[str, float] = {}
         with _timed(seconds, "record"):
-            losses, diverged_at = record_preset(preset, aside / "demo.trace")
+            run = record_preset(preset, aside / "demo.trace")
         with _timed(seconds, "replay"):
             result = _replay(preset, aside)
-            selfcheck = result.selfcheck(preset.trained_recipe())
+            selfcheck = result.selfcheck(preset.trained_recipe()).message
         with _timed(seconds, "report"):
-            verdict = _report(preset, aside, result, selfcheck.message, losses, diverged_at)
-        about = {"made_by": "gradreel demo", "seconds": seconds, **preset.summary()}
+            verdict = _report(preset, aside, result, selfcheck, run)
+        about = {"made_by": "gradreel demo", "seconds": seconds, **preset.to_dict()}
         (aside / _MARK).write_text(json.dumps(about, indent=1) + "\n")
-    return DemoResult(target, verdict, selfcheck.message, tuple(losses), diverged_at, seconds, peak_memory_bytes())
+    return DemoResult(target, verdict, selfcheck, run, seconds, peak_memory_bytes())
 
 
-def record_preset(preset: Ablation, path: str | Path) -> tuple[list[float], int | None]:
-    """Train the preset's model from its seed and record it at `path`; the losses, and the step it diverged at."""
+def record_preset(preset: Ablation, path: str | Path, at: RecordAt | None = None) -> TrainResult:
+    """Train the preset's model from its seed and record it into the new trace `path`; `at` overrides the preset's."""
     import torch
 
     from ablations.data.corpus import stdlib_corpus
@@ -105,7 +108,7 @@ def record_preset(preset: Ablation, path: str | Path) -> tuple[list[float], int 
         return corpus.batch(preset.seed, step, preset.batch, preset.length, micro_step)
 
     with (
-        Recorder(path, model, optimizer, at=preset.record_at()) as reel,
+        Recorder(path, model, optimizer, at=at or preset.record_at()) as reel,
         progress_bar("train and record", preset.steps) as advance,
     ):
 
@@ -129,7 +132,7 @@ def record_preset(preset: Ablation, path: str | Path) -> tuple[list[float], int 
         )
     if run.diverged_at is not None:
         say(f"the run diverged at step {run.diverged_at}: its loss or gradient was not finite; recorded up to there")
-    return run.losses, run.diverged_at
+    return run
 
 
 def peak_memory_bytes() -> int | None:
@@ -154,27 +157,29 @@ def _replay(preset: Ablation, folder: Path) -> Any:
         list(preset.metrics),
         lr={preset.baseline: "recorded"},
         per_expert=("expert_load", "tokens_per_expert"),
-        out=folder / "frame.parquet",
         seed=preset.seed,
         memory_bytes=_REPLAY_MEMORY_BYTES,
     )
 
 
-def _report(
-    preset: Ablation, folder: Path, result: Any, selfcheck: str, losses: Sequence[float], diverged_at: int | None
-) -> str:
+def _report(preset: Ablation, folder: Path, result: Any, selfcheck: str, run: TrainResult) -> str:
+    """Write frame.parquet, the replay's rows and the training run's, and report.html; return the verdict."""
+    from toolkit.frame import FrameWriter, write_frame
     from toolkit.report import write_report
 
-    if diverged_at is None:
+    losses = run.losses
+    if run.diverged_at is None:
         trained = f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats per byte in {len(losses)} steps."
     else:
-        trained = f"The run diverged at step {diverged_at} of {preset.steps}."
+        trained = f"The run diverged at step {run.diverged_at} of {preset.steps}."
+    rows = FrameWriter()
+    rows.write(run.rows(result.provenance["trace"]["id"], preset.name, preset.seed))
+    frame = result.frame.vstack(rows.close().collect())
     notes = [preset.question, trained, f"Self-check of the recorded optimizer: {selfcheck}", *result.notes]
-    provenance = {**result.provenance, "experiment": preset.summary()}
+    provenance = {**result.provenance, "experiment": preset.to_dict(), "notes": notes}
+    write_frame(folder / "frame.parquet", frame, provenance)
     title = "A live mixture-of-experts run, replayed"
-    return str(
-        write_report(folder / "report.html", result.frame, title=title, provenance=provenance, notes=notes).verdict
-    )
+    return str(write_report(folder / "report.html", frame, title=title, provenance=provenance, notes=notes).verdict)
 
 
 def _refuse_foreign(target: Path) -> None:

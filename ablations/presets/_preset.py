@@ -83,7 +83,12 @@ class Ablation:
 
         return RecordAt(every=1, roles=self.roles)
 
-    def summary(self) -> dict[str, Any]:
+    @property
+    def summary(self) -> str:
+        """One line for lists."""
+        return self.question
+
+    def to_dict(self) -> dict[str, Any]:
         """The preset as plain values, for the provenance of what it produced."""
         return {
             "preset": self.name,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ablations.cli import plugins_first
+from traces import open_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +94,33 @@ def test_a_plugin_file_is_loaded(tmp_path: Path) -> None:
     assert "nowhere.py" in missing.stderr
 
 
-@pytest.mark.parametrize("wrong", [["nonsense"], ["demo", "--steps", "1"], ["record"]])
+def test_record_trains_and_records_a_preset(tmp_path: Path) -> None:
+    folder = tmp_path / "short.trace"
+    done = gradreel("record", "--preset", "demo", "--steps", "3", "--every", "2", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"Trace: {folder}\n"
+    trace = open_trace(folder)
+    assert trace.steps == [1, 3]
+    assert trace.scalars()["loss"].drop_nulls().len() == 3
+    again = gradreel("record", "--preset", "demo", str(folder))
+    assert again.returncode == 2
+    assert "already holds a trace" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["nonsense"],
+        ["demo", "--steps", "1"],
+        ["record"],
+        ["record", "out.trace"],
+        ["record", "--preset", "demo", "out.trace", "--", "python", "train.py"],
+        ["record", "--preset", "nonsense", "out.trace"],
+        ["record", "out.trace", "--", "python", "nowhere.py"],
+        ["record", "out.trace", "--steps", "3", "--", "python", "train.py"],
+    ],
+    ids=" ".join,
+)
 def test_wrong_usage_is_one_line_and_exit_code_2(wrong: list[str]) -> None:
     done = gradreel(*wrong)
     assert done.returncode == 2
