@@ -186,7 +186,8 @@ class ForwardWatch:
                 kept = _kept(capture, dtype, keep_scores) if capture.topk_expert_ids is not None else Capture()
                 kept.extra = capture.extra
                 if self.keep_logits and capture.logits is not None:
-                    kept.logits = capture.logits.detach().reshape(-1, layer.num_experts).clone()
+                    logits = capture.logits.detach().reshape(-1, layer.num_experts)
+                    kept.logits = logits.to(torch.float32, copy=True)
                 micro.by_router[number] = kept
 
         return hook
@@ -265,6 +266,9 @@ def _check_layer(layer: MoELayer, micro: MicroStep) -> None:
             "Recorder before its first call; else declare how ids are read, "
             "layout=Layout(experts=..., router=..., top_k=..., read=...)"
         )
+    if capture.logits is not None and capture.logits.numel():
+        sums = capture.logits.sum(dim=-1)
+        layer.gives_probabilities = bool(capture.logits.min() >= 0 and (sums - 1).abs().max() < 1e-2)
     ids = capture.topk_expert_ids
     tokens, top_k = ids.shape
     low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)

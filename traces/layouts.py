@@ -60,6 +60,7 @@ class MoELayer:
     router: nn.Module | None = None
     top_k: int | None = None
     layout: Layout | None = None
+    gives_probabilities: bool = False  # the router returns probabilities where others return logits
 
     @property
     def experts_name(self) -> str:

@@ -99,6 +99,7 @@ class Recorder:
         self._done: Job | None = None  # finished, and open for late scalars until the next forward
         self._live: dict[str, Tensor | None] = {}
         self._backward_seen = self._checked = self._budget_spent = False
+        self._probes = self._choose_probes()
         self._probe_handles: list[Any] = []
 
     # ------------------------------------------------------------------------------------------ what users call
@@ -148,7 +149,7 @@ class Recorder:
             self._sink.open()
         self._watch.install()
         self._hooks.install()
-        self._probe_handles = [p.register_post_accumulate_grad_hook(self._on_backward) for p in self._probes()[:1]]
+        self._probe_handles = [p.register_post_accumulate_grad_hook(self._on_backward) for p in self._probes[:1]]
         self._prepare_next()
         return self
 
@@ -214,10 +215,11 @@ class Recorder:
                 )
         return wanted
 
-    def _probes(self) -> list[nn.Parameter]:
-        """Parameters that get a gradient in every backward, to tell a skipped step from accumulation."""
-        routers = [p for name, p in self._parameters.items() if self._infos[name].role == "router"]
-        return routers[:4] or list(self._parameters.values())
+    def _choose_probes(self) -> list[nn.Parameter]:
+        """Parameters whose `.grad` every backward sets, to tell a skipped step from accumulation."""
+        trained = {name: p for name, p in self._all_parameters.items() if p.requires_grad}
+        routers = [p for name, p in trained.items() if self._infos[name].role == "router"]
+        return routers[:4] or list(trained.values())
 
     # ------------------------------------------------------------------------------------------ a step begins
 
@@ -240,7 +242,7 @@ class Recorder:
         if self._open:
             self._finish_step()
         self._hand_over()
-        if self._watch.micro_steps and self._backward_seen and all(p.grad is None for p in self._probes()):
+        if self._watch.micro_steps and self._backward_seen and all(p.grad is None for p in self._probes):
             # An optimizer under GradScaler calls no hook when it skips a step over an inf.
             self.step += 1
             self._done = Job(self.step, False, self._scalars, micro_steps=self._watch.take(), skipped=True)
@@ -336,6 +338,7 @@ class Recorder:
         scale: Tensor | None,
     ) -> None:
         transfer, streams = self._transfer, self.at.streams
+        hidden = getattr(optimizer, "grad_buffer", None)  # where history is not in `.grad` itself
         transfer.begin(job.estimated_bytes)
         if not self._checked:
             state = initial_state([optimizer], {name: parameter for name, (parameter, _) in mine.items()})
@@ -350,8 +353,9 @@ class Recorder:
             if "gradient" in streams:
                 dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
                 job.tensors.append(("gradient", name, transfer.copy(dense, self._dtype, scale)))
-            if "grad_buffer" in streams and parameter.grad is not None:
-                job.tensors.append(("grad_buffer", name, transfer.copy(parameter.grad.detach(), self._dtype)))
+            buffer = hidden(parameter) if callable(hidden) else parameter.grad
+            if "grad_buffer" in streams and buffer is not None:
+                job.tensors.append(("grad_buffer", name, transfer.copy(buffer.detach(), self._dtype)))
         for micro in job.micro_steps:
             micro.to_host(transfer.small)
         job.ready.append(transfer.end())

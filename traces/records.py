@@ -25,7 +25,8 @@ from traces.views import NONE, ParamInfo, RoutingStep
 class Job:
     """One step on its way to the writer. `tensors` are (stream, parameter, host buffer); `absent` had no gradient.
 
-    `found_inf` above 0 marks the step skipped. `closing` is the last snapshot. `ready` waits for the transfer. `scalars` may hold tensors.
+    `found_inf` above 0 marks the step skipped; `closing` is the last snapshot; each of `ready` waits for a transfer.
+    `scalars` may hold tensors.
     """
 
     step: int
@@ -114,7 +115,9 @@ def routing_records(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]
             ids = np.where((ids < 0) | (ids >= layer.num_experts), ids.dtype.type(-1), ids)
             pad = is_pad if is_pad is not None and len(is_pad) == len(ids) else np.zeros(len(ids), np.bool_)
             records.append(
-                RoutingRecord(layer.layer, index, ids, pad, scores=_raw(capture.scores), logits=_raw(capture.logits))
+                RoutingRecord(
+                    layer.layer, index, ids, pad, scores=_raw(capture.scores), logits=_logits(capture.logits, layer)
+                )
             )
     return records
 
@@ -169,6 +172,14 @@ def _is_pad(mask: Tensor | None) -> np.ndarray | None:
 
 def _raw(tensor: Tensor | None) -> RawTensor | None:
     return None if tensor is None else raw_tensor(tensor.cpu().contiguous())
+
+
+def _logits(tensor: Tensor | None, layer: MoELayer) -> RawTensor | None:
+    """Logits float32 [T, E]; of a router that returns probabilities their logarithm, whose softmax they are."""
+    raw = _raw(tensor)
+    if raw is None or not layer.gives_probabilities:
+        return raw
+    return RawTensor("float32", raw.shape, np.log(np.maximum(raw.data, np.finfo(np.float32).tiny)))
 
 
 def _joined(parts: Sequence[Any]) -> np.ndarray | None:

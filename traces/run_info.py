@@ -22,10 +22,12 @@ def describe_run(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             entry: dict[str, Any] = {
-                key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+                key: _plain(value) for key, value in group.items() if key not in ("params", "param_names", "layouts")
             }
             entry["params"] = [names[id(p)] for p in group["params"] if id(p) in names]
             entry["optimizer"] = _class_name(optimizer)
+            if len(optimizers) > 1 and _recipe_of(optimizer) is not None:
+                entry["recipe"] = _recipe_of(optimizer)
             groups.append(entry)
     first = optimizers[0]
     options: dict[str, Any] = {}
@@ -34,7 +36,8 @@ def describe_run(
             options[key] = _plain(first.defaults[key])
     return {
         "optimizer": _class_name(first) if len(optimizers) == 1 else [_class_name(o) for o in optimizers],
-        "recipe": _plain(getattr(getattr(first, "recipe", None), "name", None)),
+        "recipe": _recipe_of(first) if len(optimizers) == 1 else None,
+        "seed": _plain(getattr(first, "seed", None)),
         "groups": groups,
         **options,
         "model": type(model).__name__,
@@ -67,6 +70,11 @@ def initial_state(
                 if isinstance(value, Tensor) and isinstance(slot, str) and slot.isidentifier():
                     found.append((f"state.{slot}", name, value))
     return found
+
+
+def _recipe_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Name of the recipe behind an optimizer that has one; it holds every switch that was set."""
+    return _plain(getattr(getattr(optimizer, "recipe", None), "name", None))
 
 
 def _class_name(value: object) -> str:

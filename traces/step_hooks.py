@@ -80,6 +80,9 @@ class StepHooks:
             self._attach(optimizer)  # torch runs an optimizer's own hooks after the process-wide ones: in this step too
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        track = getattr(optimizer, "track_fresh_gradients", None)
+        if callable(track):
+            track()  # momentum hidden in `.grad` keeps the step's own gradient only on request
         self._handles.append(optimizer.register_step_pre_hook(self._before))
         self._handles.append(optimizer.register_step_post_hook(self._after))
 

@@ -326,6 +326,27 @@ def test_bursts_scalars_of_unrecorded_steps_and_the_weight_stream(
     assert np.allclose(np.take_along_axis(routing.logits, routing.topk_expert_ids, 1), ranked)
 
 
+def test_a_router_of_probabilities_is_not_softmaxed_twice(tmp_path: Path, make_model, batches, parts, notes) -> None:
+    """Fault 8: softmax of the recorded logits gives the router's own probabilities."""
+    model = make_model()
+    router = model.layers[1].router
+    plain = type(router).forward
+    seen = []
+
+    def forward(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, weights, ids = plain(router, tokens)
+        seen.append(logits.softmax(-1).detach())
+        return logits.softmax(-1), weights, ids
+
+    router.forward = forward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at = RecordAt(streams=("routing", "logits", "scalars"))
+    with Recorder(tmp_path / "a", model, optimizer, at=at, notify=notes.append):
+        run(model, optimizer, batches[:1], parts)
+    routing = next(iter(open_trace(tmp_path / "a").routing_steps(1)))
+    assert torch.allclose(torch.from_numpy(routing.logits.copy()).softmax(-1), seen[0], atol=1e-6)
+
+
 def test_a_sample_of_experts_and_bfloat16(tmp_path: Path, make_model, batches, parts, notes) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -236,6 +236,33 @@ def test_hidden_momentum(tmp_path: Path, make_model, batches, parts, notes) -> N
     assert buffer == pytest.approx([1.0, 1.9, 1.71], rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["attached", "apart"])
+def test_a_mesh_run_records_fresh_gradients(tmp_path: Path, make_model, batches, parts, notes, mode: str) -> None:
+    """Fault 12b on the project's own optimizer, with accumulation: what backward gave, never the momentum."""
+    from toolkit.optim import make_optimizer
+
+    model, twin = make_model(), make_model()
+    optimizer = make_optimizer(model, "mesh", lr=1e-2, hidden_momentum=mode)
+    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
+        expected = []
+        for first, second in (batches[:2], batches[2:4], batches[4:6]):
+            twin.load_state_dict(model.state_dict())
+            for one in (model, twin):
+                parts.loss(one, first).backward()
+                parts.loss(one, second).backward()
+            expected.append({name: p.grad.clone() for name, p in twin.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+            twin.zero_grad()
+    trace = open_trace(tmp_path / "a")
+    assert trace.steps == [1, 2, 3]
+    assert str(trace.header.run["recipe"]).startswith("mesh")
+    for step in trace.steps:
+        for name in (DOWN, ROUTER):
+            assert torch.equal(trace.gradient(name, step), expected[step - 1][name])
+    assert trace.routing().collect().height == 3 * 24
+
+
 def test_compiled_before_recording_is_named(tmp_path: Path, make_model, batches, parts, notes) -> None:
     """Fault 14: hooks that come after the first compiled call stay silent, and that is an error."""
     torch._dynamo.reset()
