@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.metrics import _sums_cpu
 from traces.views import NONE, NONZERO, ZERO, ParamInfo, StepView
 
 #: Elements converted to float64 at a time (32 MiB); smaller tensors are converted once per view and kept.
@@ -100,11 +101,14 @@ def flat(view: StepView, field: str) -> Tensor | None:
 
 
 def wide(view: StepView, field: str) -> Tensor | None:
-    """The tensor `field` [e, L] as float64, converted once; above PIECE elements as it is, to be taken in pieces."""
+    """The tensor `field` [e, L], ready to be summed: as it is where `_sums_cpu` serves it or it is larger than PIECE,
+    else as float64, converted once."""
 
     def compute() -> Tensor | None:
         tensor = flat(view, field)
-        return tensor if tensor is None or tensor.numel() > PIECE else tensor.to(torch.float64)
+        if tensor is None or tensor.numel() > PIECE or _sums_cpu.usable(tensor):
+            return tensor
+        return tensor.to(torch.float64)
 
     return memoised(view, ("wide", field), compute)
 
@@ -120,6 +124,8 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def inner(left: Tensor, right: Tensor) -> np.ndarray:
     """Inner products [e] of tensors [e, L], in float64; inf where they are not finite."""
+    if _sums_cpu.usable(left, right):
+        return finite_or_inf(_sums_cpu.inner(left, right))
     total = torch.zeros(left.shape[0], dtype=torch.float64, device=left.device)
     for a, b in pieces(left, right):
         total += torch.linalg.vecdot(a, b)
@@ -144,8 +150,12 @@ def spread(values: np.ndarray, view: StepView) -> np.ndarray:
 
 def to_numpy(values: Tensor) -> np.ndarray:
     """float64 [e] on the host; anything not finite becomes +inf."""
-    array = values.detach().to("cpu", torch.float64).numpy()
-    return np.where(np.isfinite(array), array, np.inf)
+    return finite_or_inf(values.detach().to("cpu", torch.float64).numpy())
+
+
+def finite_or_inf(values: np.ndarray) -> np.ndarray:
+    """Values with anything not finite as +inf."""
+    return np.where(np.isfinite(values), values, np.inf)
 
 
 def nothing_known(view: StepView) -> np.ndarray:
@@ -190,6 +200,8 @@ def norm_of_sum(view: StepView, *terms: tuple[float, str]) -> np.ndarray:
 
 def size_of_sum(signs: Sequence[float], tensors: Sequence[Tensor]) -> np.ndarray:
     """L2 norms [e] of a signed sum of tensors [e, L], in float64; inf where they are not finite."""
+    if len(tensors) in (2, 3) and _sums_cpu.usable(*tensors):
+        return np.sqrt(finite_or_inf(_sums_cpu.squares_of_sum(tuple(signs), tuple(tensors))))
     squares = torch.zeros(tensors[0].shape[0], dtype=torch.float64, device=tensors[0].device)
     for parts in pieces(*tensors):
         total = signs[0] * parts[0]
