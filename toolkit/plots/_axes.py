@@ -106,16 +106,17 @@ def bars_line(
 
 
 def reference_line(ax: Axes, y: float, words: str) -> None:
-    """A thin horizontal line with its meaning written at its right end."""
+    """A thin horizontal line with its meaning written to the right of the panel, where no data can be."""
     ax.axhline(y, color=SOFT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     ax.annotate(
         words,
         xy=(1, y),
         xycoords=("axes fraction", "data"),
-        xytext=(-2, 2.5),
+        xytext=(3, 0),
         textcoords="offset points",
-        ha="right",
-        va="bottom",
+        ha="left",
+        va="center",
+        annotation_clip=False,
         fontsize=6.8,
         color=SOFT,
     )

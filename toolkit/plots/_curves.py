@@ -39,6 +39,6 @@ def role_panels(
         panel(ax, frame, role)
         ax.set_title(role_title(role))
         if not ax.lines:
-            say_empty(ax, f"{metric} is undefined everywhere in this frame")
+            say_empty(ax, f"{metric} is zero or undefined everywhere in this frame")
     legend_below(figure, axes, width, labels=names)
     return figure

@@ -61,10 +61,10 @@ def draw(frame: pl.DataFrame, *, width: Width = "page") -> Figure:
     flips.set_ylabel("flipped elements [fraction]")
     if cosine.lines:
         cosine.set_ylim(min(-0.1, cosine.get_ylim()[0]), max(0.3, cosine.get_ylim()[1]))
-        reference_line(cosine, 0.0, "unrelated gradients")
+        reference_line(cosine, 0.0, "unrelated")
     if flips.lines:
         flips.set_ylim(0, max(0.62, flips.get_ylim()[1]))
-        reference_line(flips, 0.5, "unrelated gradients")
+        reference_line(flips, 0.5, "unrelated")
     legend_below(figure, [cosine, flips], width, labels=roles)
     return figure
 

@@ -36,7 +36,7 @@ def cosine_curves(ax: Axes, frame: pl.DataFrame, role: str | None = "routed_expe
     if not table.is_empty():
         low, high = float(table["low"].min()), float(table["high"].max())  # type: ignore[arg-type]
         ax.set_ylim(min(-0.08, low - 0.05), max(0.3, high + 0.05))
-        reference_line(ax, 0.0, "")
+        reference_line(ax, 0.0, "unrelated")
     return ax
 
 

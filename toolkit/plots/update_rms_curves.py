@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 def rms_curves(ax: Axes, frame: pl.DataFrame, role: str | None = "routed_expert") -> Axes:
-    """Draw update RMS against the step, one line per recipe, for one role; return `ax`."""
-    rows = thin_steps(rows_of(tidy(frame), "update_rms", role).drop_nulls("step"))
+    """Draw update RMS against the step, one line per recipe, for one role; return `ax`.
+
+    Updates of exactly zero (an expert that the recipe skipped) are left out: they have no place on a logarithmic axis,
+    and say who was idle rather than how large a step is.
+    """
+    rows = thin_steps(rows_of(tidy(frame), "update_rms", role).drop_nulls("step").filter(pl.col("value") > 0))
     table = bands(rows, ["recipe", "step"])
     styles = recipe_styles(table["recipe"].unique().to_list())
     for place, name in enumerate(recipe_order(styles)):
@@ -50,7 +54,8 @@ PLOT = Plot(
     draw=themed(draw),
     caption=(
         "Root mean square of the update per element, before the lr, against the step, per recipe and role. "
-        f"{INTERVAL} over experts and parameters. A flat line is what a normalising recipe gives by construction: its "
+        f"{INTERVAL} over experts and parameters, those that were "
+        "not updated at all left out. A flat line is what a normalising recipe gives by construction: its "
         "step does not shrink when the gradient does."
     ),
 )

@@ -62,8 +62,8 @@ class Measure:
     """One measure of how an optimizer behaves on routed experts over time.
 
     `stable` is +1 where a larger value is the more stable one, -1 where a smaller one is. `as_ratio` compares two
-    recipes by a factor instead of a difference. `show` writes a value with its unit; `phrase` names it in a sentence;
-    `words` are what is said of a recipe that is the less or the more stable one by it.
+    recipes by a factor instead of a difference, `needs_experts` cannot be had from summaries. `show` writes a value with
+    its unit; `phrase` names it in a sentence; `words` are what is said of the less and of the more stable recipe.
     """
 
     key: str
@@ -75,6 +75,7 @@ class Measure:
     phrase: str
     words: tuple[str, str] = ("less stable", "more stable")
     as_ratio: bool = False
+    needs_experts: bool = False
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -94,7 +95,8 @@ def significant(value: float, digits: int = 2) -> str:
     elif 1e-3 <= abs(value) < 1e3:
         text = f"{value:#.{digits}g}".rstrip(".")
     else:
-        text = f"{value:.{digits - 1}e}"
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        text = f"{mantissa}e{int(exponent)}"
     return text.replace("-", "\N{MINUS SIGN}")
 
 
@@ -131,6 +133,7 @@ MEASURES = (
         lambda v: f"{significant(v)}×",
         "amplification on few over many tokens",
         ("amplifies more", "amplifies less"),
+        needs_experts=True,
         as_ratio=True,
     ),
     Measure(

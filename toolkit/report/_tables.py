@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """`columns` are (title, unit) of all columns after the first; each row is (recipe, colour, cells)."""
+    """`columns` are (title, unit) of all columns after the first; each row is (recipe, colour, cells), the recipe
+    in pieces between which a line may break."""
 
     columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, str, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[tuple[str, ...], str, tuple[Cell, ...]], ...]
     absent: tuple[str, ...] = ()
 
 
@@ -43,7 +45,7 @@ def recipe_table(frame: pl.DataFrame) -> Table:
     Numbers are medians over experts and parameters with the 10th to 90th percentile. `absent` names the metrics
     without any defined value.
     """
-    amplification = unit_values(frame, "amplification")
+    amplification, few = unit_values(frame, "amplification"), few_token_amplification(frame)
     wanted: list[tuple[str, str, str, pl.DataFrame, Callable[[float], str]]] = [
         ("update RMS", "per element", "update_rms", unit_values(frame, "update_rms"), significant),
         ("update cosine", "lag 1", "update_cos", unit_values(frame, "update_cos", 1), number),
@@ -53,7 +55,7 @@ def recipe_table(frame: pl.DataFrame) -> Table:
             "few tokens",
             "× many tokens",
             "amplification",
-            few_token_amplification(frame),
+            few,
             lambda v: f"{significant(v)}×",
         ),
         ("zombie", "displacement", "zombie_displacement", unit_values(frame, "zombie_displacement"), significant),
@@ -67,12 +69,15 @@ def recipe_table(frame: pl.DataFrame) -> Table:
         cells = [_spread_cell(values.filter(pl.col("recipe") == name)["value"], show) for *_, values, show in wanted]
         cells += [Cell(ABSENT if v is None else readable_bytes(v)) for v in memory.get(name, [None, None])]
         colour = family_colour(name)
-        rows.append((name, "var(--ink)" if colour == INK else colour, tuple(cells)))
+        parts = tuple(re.split(r"(?<=[+(,])", name))
+        rows.append((parts, "var(--ink)" if colour == INK else colour, tuple(cells)))
     titles = [(title, unit) for title, unit, *_ in wanted] + [
         ("state", "kept bytes"),
         ("pinned gradient", "kept bytes"),
     ]
-    absent = [metric for _, _, metric, values, _ in wanted if values.is_empty()]
+    absent = [metric for _, _, metric, values, _ in wanted if values.is_empty() and values is not few]
+    if few.is_empty():
+        absent.append("amplification per expert")
     for position, metric in enumerate(("state_bytes", "pinned_gradient_bytes")):
         if all(amounts[position] is None for amounts in memory.values()):
             absent.append(metric)
@@ -87,22 +92,44 @@ def by_pair(comparisons: tuple[Comparison, ...]) -> list[tuple[str, str, list[Co
     return [(left, right, found) for (left, right), found in pairs.items()]
 
 
-def provenance_rows(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Nested mappings as dotted names with their values as text, in the order given."""
-    rows: list[tuple[str, str]] = []
+@dataclass(frozen=True)
+class Facts:
+    """One block of the provenance: `rows` of (name, value) under a `heading`, "" for what stands at the top."""
 
-    def visit(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
+    heading: str
+    rows: tuple[tuple[str, str], ...]
+
+    @property
+    def long(self) -> bool:
+        """Whether the block is folded away at first."""
+        return len(self.rows) > 12
+
+
+def provenance_blocks(provenance: Mapping[str, Any]) -> list[Facts]:
+    """Single values first, then one block per nested mapping, its names dotted, in the order given.
+
+    Empty values are left out; values and blocks that are too long are cut and say so.
+    """
+
+    def flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, Mapping):
             for key, inner in value.items():
-                visit(f"{prefix}.{key}" if prefix else str(key), inner)
-            return
-        rows.append((prefix, _plain(value)))
+                yield from flat(f"{prefix}.{key}" if prefix else str(key), inner)
+        elif value is not None and value != "" and value != [] and value != ():
+            yield prefix, _plain(value)
 
-    if provenance:
-        visit("", provenance)
-    if len(rows) > _MOST_ROWS:
-        rows = [*rows[:_MOST_ROWS], ("…", f"{len(rows) - _MOST_ROWS} more entries, left out of this page")]
-    return rows
+    top: list[tuple[str, str]] = []
+    blocks: list[Facts] = []
+    for key, value in provenance.items():
+        if not isinstance(value, Mapping):
+            top.extend(flat(str(key), value))
+        elif rows := list(flat("", value)):
+            if len(rows) > _MOST_ROWS:
+                rows = [*rows[:_MOST_ROWS], ("…", f"{len(rows) - _MOST_ROWS} more entries, left out of this page")]
+            blocks.append(Facts(str(key), tuple(rows)))
+    if len(top) > _MOST_ROWS:
+        top = [*top[:_MOST_ROWS], ("…", f"{len(top) - _MOST_ROWS} more entries, left out of this page")]
+    return ([Facts("", tuple(top))] if top else []) + blocks
 
 
 def trace_id(provenance: Mapping[str, Any], frame: pl.DataFrame) -> str:
@@ -124,7 +151,7 @@ def _spread_cell(values: pl.Series, show: Callable[[float], str]) -> Cell:
     if not isinstance(middle, float):
         return Cell(ABSENT)
     low, high = values.quantile(0.1, "linear"), values.quantile(0.9, "linear")
-    if low is None or high is None or values.len() < 3:
+    if low is None or high is None or values.len() < 3 or show(low) == show(high):
         return Cell(show(middle))
     return Cell(show(middle), f"{show(low)} to {show(high)}")
 

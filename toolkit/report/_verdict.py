@@ -21,8 +21,8 @@ from toolkit.report._measures import MEASURES, ROLE, UNIT, Measure, number, sign
 Reading = Literal["less stable", "more stable", "equal", "not decided"]
 Outcome = Literal["less stable", "more stable", "equal", "mixed", "not decided", "no comparison"]
 
-#: Fewer units than this give no interval worth the name.
-MIN_UNITS = 3
+#: With fewer units a bootstrap decides too easily: all differences of five equal units have one sign 6% of the time.
+MIN_UNITS = 6
 _RESAMPLES = 2000
 #: The two measures that the headline rests on; the others are reported beside it.
 _TEMPORAL = ("cosine", "flips")
@@ -36,7 +36,7 @@ class Comparison:
     """One measure under two recipes, on the experts and parameters that both have.
 
     `difference` is left minus right, or left over right for a ratio measure, with its 95% bootstrap interval
-    (None with fewer than three units). `reading` is about the left recipe.
+    (None with fewer than `MIN_UNITS`). `reading` is about the left recipe.
     """
 
     measure: Measure
@@ -124,7 +124,7 @@ def compare(frame: pl.DataFrame, measure: Measure, left: str, right: str) -> Com
 def bootstrap_interval(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
     """The 95% bias-corrected bootstrap interval of the mean of `values` [n], the same at every call.
 
-    (None, None) with fewer than three values; the mean twice where all are equal.
+    (None, None) with fewer than `MIN_UNITS` values; the mean twice where all are equal.
     """
     from scipy import stats
 
@@ -249,7 +249,8 @@ def _zombies(left: str, right: str, found: list[Comparison]) -> str:
 
 
 def _left_out(found: list[Comparison]) -> str:
-    lacking = [m.metric for m in MEASURES if m.key not in {c.measure.key for c in found}]
+    absent = [m for m in MEASURES if m.key not in {c.measure.key for c in found}]
+    lacking = [f"{m.metric} per expert" if m.needs_experts else m.metric for m in absent]
     return f"Undefined or not measured for both, so left out: {', '.join(lacking)}." if lacking else ""
 
 
@@ -257,7 +258,9 @@ def _scope(found: list[Comparison]) -> str:
     if not found:
         return ""
     c = found[0]
-    what = "experts × parameters" if c.per_expert else "parameters (the frame holds summaries over experts)"
+    what = "experts × parameters"
+    if not c.per_expert:
+        what = f"parameters (the frame holds summaries over experts; --per-expert {c.measure.metric} gives more)"
     return (
         f"Intervals: paired bootstrap over {c.units} {what} of this recording. They do not cover other seeds, models "
         "or data, and nothing here says which recipe trains better."

@@ -18,7 +18,7 @@ from toolkit.plots import PLOTS, Plot
 from toolkit.plots._save import inline_svg, png_bytes
 from toolkit.plots._select import tidy
 from toolkit.plots._theme import WIDTHS
-from toolkit.report._tables import by_pair, provenance_rows, recipe_table, trace_id
+from toolkit.report._tables import by_pair, provenance_blocks, recipe_table, trace_id
 from toolkit.report._verdict import verdict
 from traces.errors import GradreelError
 
@@ -73,7 +73,7 @@ def write_report(
             figures=drawn,
             missing=missing,
             recipes=recipe_table(table),
-            provenance=provenance_rows(provenance),
+            provenance=provenance_blocks(provenance),
             notes=list(notes),
             open_loop=OPEN_LOOP_NOTE.rstrip(".") + ".",
             trace_id=trace_id(provenance, table),
