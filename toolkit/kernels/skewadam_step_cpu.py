@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.kernels._numba import as_array, jit, over_experts, typed, widen
+from toolkit.kernels._numba import as_array, jit, narrow, over_experts, typed, widen
 from toolkit.kernels._store_cpu import RowNoise, philox_row, store_row
 
 if TYPE_CHECKING:
@@ -22,20 +22,25 @@ _MODES = {"v_floor": 0, "add_to_sqrt": 1, "adafactor": 2}
 
 
 @jit
-def _factors(g, row, column, beta, eps, eps_row, mode, before, sums, r, c):  # type: ignore[no-untyped-def]
+def _factors(g, row, column, beta, eps, eps_row, mode, before, sums, c, r):  # type: ignore[no-untyped-def]
     """Move row [m] and column [n] on by g^2, and write the roots of both factors."""
     m, n = g.shape
     extra = eps if mode == 2 else 0.0
     sums[:] = 0.0
+    c[:] = 0  # column sums of a run of rows, then the root
     mean = 0.0
     for i in range(m):
         line = g[i]
-        total = 0.0
+        total = np.float32(0)
         for j in range(n):
-            a = np.float64(widen(line[j]))
+            a = typed(line[j], c)
             total += a * a
-            sums[j] += a * a
-        row[i] = np.float32(beta * row[i] + (1 - beta) * (total / n + extra))
+            c[j] += a * a
+        if i % 16 == 15 or i == m - 1:
+            for j in range(n):
+                sums[j] += c[j]
+                c[j] = 0
+        row[i] = np.float32(beta * row[i] + (1 - beta) * (np.float64(total) / n + extra))
         mean += row[i]
     mean /= m
     if mode == 0:
@@ -85,7 +90,17 @@ def _measure(g, full, v, momentum, smooth, betas, eps, mode, before, added, r, c
     """Move V and M on, and return the sum of (g / D)^2 or (M / D)^2."""
     total = 0.0
     extra = np.float32(eps if mode == 2 else 0.0)
-    for i in range(g.shape[0]):
+    m = g.shape[0]
+    for k in range(m):
+        i = m - 1 - k  # upwards: the last rows are still in cache
+        part = np.float32(0)
+        if not full and not smooth:
+            line, root = g[i], r[i]
+            for j in range(u.size):
+                a = typed(line[j], u) / (root * c[j] + added)
+                part += a * a
+            total += part
+            continue
         if full:
             _second_row(g[i], v[i], betas[1], extra)
         if smooth:
@@ -94,13 +109,10 @@ def _measure(g, full, v, momentum, smooth, betas, eps, mode, before, added, r, c
                 _full_row(momentum[i], v[i], np.float32(eps), mode, np.float32(before), added, u)
             else:
                 _factored_row(momentum[i], r[i], c, added, u)
-        elif full:
-            _full_row(g[i], v[i], np.float32(eps), mode, np.float32(before), added, u)
         else:
-            _factored_row(g[i], r[i], c, added, u)
-        part = 0.0
+            _full_row(g[i], v[i], np.float32(eps), mode, np.float32(before), added, u)
         for j in range(u.size):
-            part += np.float64(u[j]) * np.float64(u[j])
+            part += u[j] * u[j]
         total += part
     return total
 
@@ -132,7 +144,15 @@ def _finish(  # type: ignore[no-untyped-def]
     uniforms,
     none,
 ):
+    plain = noise == 0 and not own and not full and not smooth
     for i in range(g.shape[0]):
+        if plain:
+            line, goal, root = g[i], w[i], r[i]
+            rate, kept = np.float32(k), np.float32(keep)
+            for j in range(u.size):
+                step_j = typed(line[j], u) / (root * c[j] + added)
+                goal[j] = narrow(widen(goal[j]) * kept - rate * step_j, goal)
+            continue
         if smooth:
             if full:
                 _full_row(momentum[i], v[i], np.float32(eps), mode, np.float32(before), added, u)
@@ -174,7 +194,7 @@ def run(w: Tensor, g: Tensor, state: SkewAdamState, step: int, lr: float, rule: 
         r, c = np.empty(m, np.float32), np.empty(n, np.float32)
         if state.row_moment is not None and state.column_moment is not None:
             row, column = as_array(state.row_moment)[e], as_array(state.column_moment)[e]
-            _factors(line, row, column, rule.betas[1], eps, rule.eps_row, mode, before, np.empty(n), r, c)
+            _factors(line, row, column, rule.betas[1], eps, rule.eps_row, mode, before, np.empty(n), c, r)
         u = np.empty(n, np.float32)
         squares[e] = _measure(line, full, v[e], momentum[e], smooth, rule.betas, eps, mode, before, added, r, c, u)
         roots[e] = (r, c)
