@@ -187,7 +187,9 @@ class RankFolder:
             for number in range(count):
                 self._take(number)
         except TraceError as error:
-            self._problem(self._seal_path(number).name, error, tolerant)
+            after = self.seals[-1].steps[-1] if self.seals else 0
+            problem = TraceError(f"{error}; steps after {after} are not reachable")
+            self._problem(self._seal_path(number).name, problem, tolerant)
             return
         if self.end is None:
             return

@@ -6,10 +6,11 @@ first, so that every tensor starts at a multiple of its element size.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,8 @@ class ChunkFile:
         """Where each tensor lies. The first call reads the whole file once to check its hash."""
         with self._lock:
             if self._index is None:
-                with opened(self.path) as (descriptor, status):
-                    check_entry(descriptor, status.st_size, self.entry, self.path, self.steps, self.check_hash)
+                with naming_steps(self.path, self.steps), opened(self.path) as (descriptor, status):
+                    check_entry(descriptor, status.st_size, self.entry, self.path, self.check_hash)
                     self._index = read_index(descriptor, status.st_size, self.path)
                     self._stamp = stamp_of(status)
                 for key in self._index:
@@ -207,11 +208,20 @@ class ChunkFile:
             return array
 
 
-def check_entry(
-    descriptor: int, size: int, entry: FileEntry, path: Path, steps: tuple[int, int], check_hash: bool
-) -> None:
+@contextlib.contextmanager
+def naming_steps(path: Path, steps: tuple[int, int]) -> Iterator[None]:
+    """Add the steps of a data file to an error that names the file only."""
+    name, where = short(path), f"{short(path)} (steps {steps[0]} to {steps[1]})"
+    try:
+        yield
+    except TraceError as error:
+        message = str(error)
+        raise TraceError(message if where in message else message.replace(name, where, 1)) from None
+
+
+def check_entry(descriptor: int, size: int, entry: FileEntry, path: Path, check_hash: bool) -> None:
     """Compare an open file with what its seal declares."""
-    where = f"{short(path)} (steps {steps[0]} to {steps[1]})"
+    where = short(path)
     if size != entry.bytes:
         change = "cut" if size < entry.bytes else "longer than sealed"
         raise TraceError(

@@ -184,12 +184,9 @@ class Trace:
     def presence(self, param: str, step: int) -> np.ndarray:
         """Presence codes of `traces.views`, uint8 [E], or 0-d for a parameter that is no stack of experts."""
         info = self.param(param)
-        text = self._record(step).presence
+        text = self._ranks[0].tables.presence_of(self._record(step), info.name)
         shape = () if info.expert_axis is None else (presence_width(info),)
-        if not text:
-            return np.zeros(shape, np.uint8)
-        start = self._presence_start[param]
-        codes = np.frombuffer(text[start : start + presence_width(info)].encode(), np.uint8) - np.uint8(48)
+        codes = np.frombuffer(text.encode(), np.uint8) - np.uint8(48) if text else np.zeros(shape, np.uint8)
         return codes.reshape(shape)
 
     def lr(self, step: int, param: str) -> float | None:
@@ -311,14 +308,6 @@ class Trace:
             names = group.get("params") if isinstance(group, dict) else group
             found.update({name: number for name in names if isinstance(name, str)} if isinstance(names, list) else {})
         return found
-
-    @cached_property
-    def _presence_start(self) -> dict[str, int]:
-        starts, total = {}, 0
-        for param in self.header.params:
-            starts[param.name] = total
-            total += presence_width(param)
-        return starts
 
     def _record(self, step: int) -> Any:
         rank = self._ranks[0]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces._files import AsideFile, opened, short
-from traces.chunks import check_entry
+from traces._files import AsideFile, opened, read_into, short
+from traces._json import clip
+from traces._pages import BadPageError, decoded_bytes
+from traces.chunks import check_entry, naming_steps
 from traces.errors import TraceError
 from traces.schema import LayerInfo, RoutingRecord
 from traces.seals import FileEntry
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 ROW_GROUP_ROWS = 1 << 20
+BYTES_PER_ROW = 32
 MAX_SLOTS = 4096
 KEYS = ("step", "micro_step", "layer", "token")
 _PHYSICAL = {"step": "INT64", "micro_step": "INT32", "layer": "INT32", "token": "INT32", "is_pad": "BOOLEAN"}
@@ -115,10 +118,16 @@ class RoutingFile:
     def check(self) -> None:
         """Check size, hash, schema, row counts and declared sizes; `TraceError` otherwise. Free after that."""
         if not self._checked:
-            with opened(self.path) as (descriptor, status):
-                check_entry(descriptor, status.st_size, self.entry, self.path, self.steps, True)
-            self._guard(lambda: self._check_metadata(self._open().metadata))
+            with naming_steps(self.path, self.steps), opened(self.path) as (descriptor, status):
+                check_entry(descriptor, status.st_size, self.entry, self.path, True)
+                self._guard(lambda: self._check_metadata(descriptor, status.st_size))
+            self._guard(self._check_pages_decode)
             self._checked = True
+
+    def _check_pages_decode(self) -> None:
+        """Decode every row group once, so that what `Trace.routing` hands out cannot fail later."""
+        for group in range((file := self._open()).metadata.num_row_groups):
+            self._read_group(file, group, None)
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
         """Rows [start, stop) of some columns; decodes one row group (2^20 rows at most) at a time."""
@@ -141,18 +150,23 @@ class RoutingFile:
         for group in range(file.metadata.num_row_groups):
             count = file.metadata.row_group(group).num_rows
             if first < stop and first + count > start:
-                table = file.read_row_group(group, columns=list(columns), use_threads=False)
-                if table.num_rows != count or any(table.column(c).null_count for c in columns):
-                    raise TraceError(f"{self.where}: row group {group} does not hold its {count} rows")
-                yield first, table
+                yield first, self._read_group(file, group, list(columns))
             first += count
+
+    def _read_group(self, file: pq.ParquetFile, group: int, columns: list[str] | None) -> Any:
+        table = file.read_row_group(group, columns=columns, use_threads=False)
+        count = file.metadata.row_group(group).num_rows
+        if table.num_rows != count or any(column.null_count for column in table.columns):
+            raise TraceError(f"{self.where}: row group {group} does not hold its {count} rows")
+        return table
 
     def _open(self) -> pq.ParquetFile:
         import pyarrow.parquet as pq
 
         return pq.ParquetFile(str(self.path), memory_map=False, pre_buffer=False)
 
-    def _check_metadata(self, metadata: Any) -> None:
+    def _check_metadata(self, descriptor: int, size: int) -> None:
+        metadata = self._open().metadata
         if metadata.num_rows != self.entry.rows:
             raise TraceError(f"{self.where}: holds {metadata.num_rows} rows, its seal says {self.entry.rows}")
         names = [*_PHYSICAL, *(f"expert_{k}" for k in range(self._slots))]
@@ -167,14 +181,31 @@ class RoutingFile:
                     f"{self.where}: row group {group} has {info.num_rows} rows, allowed are {ROW_GROUP_ROWS}"
                 )
             for i in range(info.num_columns):
-                column = info.column(i)
-                if (
-                    column.num_values != info.num_rows
-                    or not 0 <= column.total_uncompressed_size <= 32 * info.num_rows + 65536
-                ):
-                    raise TraceError(
-                        f"{self.where}: column {names[i]} of row group {group} declares a size that cannot be true"
-                    )
+                self._check_column(descriptor, size, info.column(i), info.num_rows)
+
+    def _check_column(self, descriptor: int, size: int, column: Any, rows: int) -> None:
+        """What a column and its pages promise to hold must be possible for so many rows."""
+        limit = BYTES_PER_ROW * rows + 65536
+        start = column.data_page_offset
+        if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
+            start = column.dictionary_page_offset
+        length = column.total_compressed_size
+        inside = 4 <= start <= start + length <= size
+
+        def read(offset: int, count: int) -> bytes:
+            block = bytearray(count)
+            read_into(descriptor, offset, memoryview(block), self.path)
+            return bytes(block)
+
+        promised = column.total_uncompressed_size
+        if not inside or column.num_values != rows or not 0 <= promised <= limit:
+            raise TraceError(f"{self.where}: column {clip(column.path_in_schema)} declares a size that cannot be true")
+        try:
+            decoded = decoded_bytes(read, start, length)
+        except BadPageError as error:
+            raise TraceError(f"{self.where}: column {clip(column.path_in_schema)}: {error}") from None
+        if decoded > limit:
+            raise TraceError(f"{self.where}: column {clip(column.path_in_schema)} would decode to {decoded} bytes")
 
     def _guard(self, action: Any) -> Any:
         """Run a parquet call; whatever it raises (even what is no `Exception`) becomes one line."""

@@ -95,12 +95,22 @@ class SchemaTables:
     params: Mapping[str, ParamInfo]
     layers: Mapping[int, LayerInfo]
     presence_digits: int
+    presence_start: Mapping[str, int]
 
     @classmethod
     def of(cls, header: Header) -> SchemaTables:
         """Tables of a header."""
         params = {p.name: p for p in header.params}
-        return cls(params, {x.layer: x for x in header.layers}, sum(presence_width(p) for p in header.params))
+        starts, total = {}, 0
+        for param in header.params:
+            starts[param.name] = total
+            total += presence_width(param)
+        return cls(params, {x.layer: x for x in header.layers}, total, starts)
+
+    def presence_of(self, step: SealedStep, name: str) -> str:
+        """Presence digits of one parameter in a step; empty where the step holds none."""
+        start = self.presence_start[name]
+        return step.presence[start : start + presence_width(self.params[name])]
 
 
 def presence_width(param: ParamInfo) -> int:

@@ -15,7 +15,7 @@ from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
 from traces.chunks import ChunkFile, Key, Slot
 from traces.errors import TraceError
 from traces.schema import Header
-from traces.seals import RANK_FOLDER, presence_width
+from traces.seals import RANK_FOLDER
 
 _ROWS_AT_ONCE = 1 << 18
 Span = tuple[int, int] | None
@@ -79,7 +79,7 @@ def _rank_findings(rank: RankFolder, header: Header, progress: Callable[[int], N
                 progress(entry.bytes)
     after = rank.seals[-1].steps[-1] if rank.seals else 0
     for file, problem in rank.problems:
-        yield Finding(f"{name}/{file}", (after + 1, after + 1), f"{problem}; steps after {after} are not reachable")
+        yield Finding(f"{name}/{file}", (after + 1, after + 1), str(problem))
     if rank.end is None and not rank.problems:
         message = (
             f"{short(rank.folder)} is unfinished: {len(rank.steps)} steps are sealed; run `gradreel recover` on it"
@@ -126,22 +126,8 @@ def _check_slot(chunk: ChunkFile, key: Key, slot: Slot, rank: RankFolder) -> Non
         expected[param.expert_axis] = len(ids)
     if list(slot.shape) != expected:
         raise TraceError(f"{chunk.where}: {stream} of {name!r} at step {step} has shape {slot.shape}, not {expected}")
-    if stream != "weight" and not _presence_fits(param_codes(rank, step, name)):
+    if stream != "weight" and set(rank.tables.presence_of(rank.step(step), name)) == {"1"}:
         raise TraceError(f"{chunk.where}: {stream} of {name!r} at step {step} is there, its presence says none")
-
-
-def param_codes(rank: RankFolder, step: int, name: str) -> str:
-    """Presence digits of one parameter; empty where a step holds none."""
-    text, start = rank.step(step).presence, 0
-    for param in rank.header.params:
-        if param.name == name:
-            return text[start : start + presence_width(param)]
-        start += presence_width(param)
-    return ""
-
-
-def _presence_fits(codes: str) -> bool:
-    return not codes or set(codes) != {"1"}
 
 
 def _check_routing(rank: RankFolder, seal: SealSummary) -> None:
