@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from toolkit.recipes import ONE_D, RECIPES, REST, Stepper
+from toolkit.recipes import ONE_D, RECIPES, REST, Recipe, Stepper
 from toolkit.stages import STAGES, Context, Slot, Stage
 from toolkit.stages._rng import CounterRng
 from toolkit.variants import VARIANTS, recipe
@@ -128,10 +129,17 @@ def test_variant_changes_a_recipe_or_raises(name: str) -> None:
     variant = VARIANTS.get(name)
     assert variant.summary
     assert variant.usage.startswith(name)
-    works = []
-    for base in RECIPES.names():
-        with contextlib.suppress(GradreelError):
-            works.append((recipe(base), recipe(f"{base}+{name}")))
+    usages = re.findall(rf"{name}(?:\([^)]*\))?", variant.usage)
+    assert len(usages) == len(variant.usage.split(", " + name))
+    for usage in usages:
+        works = []
+        for base in (*RECIPES.names(), "skewadam(paper_exact=True)", "sinkgd(rounding=nearest)"):
+            with contextlib.suppress(GradreelError):
+                works.append((recipe(base), recipe(f"{base}+{usage}")))
+        _check_works(usage, works)
+
+
+def _check_works(name: str, works: list[tuple[Recipe, Recipe]]) -> None:
     assert works, f"{name} changes no recipe"
     for before, after in works:
         table = {k: (c.describe(), c.lr_scale) for k, c in before.groups.items()}
@@ -140,7 +148,8 @@ def test_variant_changes_a_recipe_or_raises(name: str) -> None:
             stepper, weight = Stepper(after, info), torch.ones(info.shape)
             for step in range(4):
                 presence = [NONZERO, ZERO, NONZERO] if info.expert_axis is not None else None
-                stepper.step(weight, _gradient(info, step, torch.float32), lr=after.lr, presence=presence)
+                gradient = _gradient(info, step, torch.float32)
+                stepper.step(weight, gradient, lr=after.lr, presence=presence, tokens_per_expert=[5, 0, 9])
             assert torch.isfinite(weight).all(), after.name
 
 
@@ -154,7 +163,9 @@ def test_stage_declares_its_slots(name: str) -> None:
     weight, x = torch.ones(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
     start = x.clone()
     for step in (1, 2):
-        one(x, slots, Context(weight, 0.1, step, CounterRng(0, step), expert_stacked=True))
+        tokens = torch.tensor([2, 1, 0])
+        ctx = Context(weight, 0.1, step, CounterRng(0, step), expert_stacked=True, tokens_per_expert=tokens)
+        one(x, slots, ctx)
     assert slots.used == {slot.name for slot in one.slots}, "slots declared and slots used differ"
     assert torch.equal(x, start), "a stage may write to its own slots only"
     assert torch.equal(weight, torch.ones(shape)) is (name != "apply"), "only apply writes the weight"

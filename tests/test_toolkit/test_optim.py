@@ -168,7 +168,7 @@ def test_states_that_do_not_fit() -> None:
         optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "params": [0]}]})
     halves = {i: {**slots, "momentum": slots["momentum"].half()} for i, slots in state["state"].items()}
     cast = {**state, "state": halves}
-    with pytest.raises(GradreelError, match="momentum in the state_dict is .*float16; allowed: .*float32"):
+    with pytest.raises(GradreelError, match=r"momentum in the state_dict is .*float16; allowed: .*float32"):
         optimizer.load_state_dict(cast)
 
 
@@ -260,7 +260,7 @@ def test_refused_parameters() -> None:
     words = nn.Embedding(5, 3, sparse=True)
     optimizer = RecipeOptimizer([{"params": [words.weight], "role": "embedding"}], "adamw")
     words(torch.tensor([1])).sum().backward()
-    with pytest.raises(GradreelError, match="param_0: its gradient is torch.sparse_coo; allowed: dense"):
+    with pytest.raises(GradreelError, match=r"param_0: its gradient is torch\.sparse_coo; allowed: dense"):
         optimizer.step()
 
 

@@ -12,14 +12,13 @@ from toolkit.stages._make import stage
 
 
 @dataclass(frozen=True)
-class MeshOptions:
-    """The paper publishes neither beta, sweeps nor lr; these are ours.
+class TableOptions:
+    """What MESH's relatives share. The paper publishes neither sweeps nor lr; these are ours.
 
     `sage_scale` and `vector_scale` multiply lr on vocabulary matrices and on 1-D parameters.
     """
 
     lr: float = 1e-3
-    beta: float = 0.9
     sweeps: int = 5
     compat: str = "paper"
     weight_decay: float = 0.0
@@ -33,7 +32,6 @@ class MeshOptions:
 
     def __post_init__(self) -> None:
         _checks.common(self.lr, self.weight_decay, self.idle, self.rounding)
-        interval("beta", self.beta, 0.0, 1.0, open_high=True)
         _checks.whole("sweeps", self.sweeps)
         _checks.one_of("compat", self.compat, ("paper", "unit_columns"))
         _checks.betas("sage_betas", self.sage_betas)
@@ -43,8 +41,19 @@ class MeshOptions:
         _checks.positive("vector_scale", self.vector_scale)
 
 
-def table(options: MeshOptions, experts: Chain) -> dict[str, Chain]:
-    """The rows that MESH and MESH-B share, around the experts' chain."""
+@dataclass(frozen=True)
+class MeshOptions(TableOptions):
+    """`beta` decays the gradient buffer once a step; not published either."""
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        interval("beta", self.beta, 0.0, 1.0, open_high=True)
+
+
+def table(options: TableOptions, experts: Chain) -> dict[str, Chain]:
+    """The rows that MESH and its relatives share, around the experts' chain."""
     sage = sage_chain(
         betas=options.sage_betas,
         eps=options.sage_eps,

@@ -35,6 +35,23 @@ def bias_correction(beta: float, step: int | Tensor) -> float | Tensor:
     return float(1 - beta**step)
 
 
+def moment_beta(beta: float, power: float | None, step: int | Tensor) -> float | Tensor:
+    """The decay of a second moment at this step: `beta`, or 1 - step^-power (Adafactor, arXiv 1804.04235)."""
+    if power is None:
+        return beta
+    if isinstance(step, Tensor):
+        return 1 - step.to(torch.float64) ** -power
+    return 1 - step**-power
+
+
+def blend(average: Tensor, value: Tensor, beta: float | Tensor) -> Tensor:
+    """average <- beta average + (1 - beta) value, in place; `beta` a number or one per expert."""
+    if isinstance(beta, Tensor):
+        weight = per_expert(beta, average)
+        return average.mul_(weight).add_(value * (1 - weight))
+    return average.mul_(beta).add_(value, alpha=1 - beta)
+
+
 def direction(x: Tensor | Ratio) -> Tensor:
     """The update as one tensor."""
     return x.direction() if isinstance(x, Ratio) else x

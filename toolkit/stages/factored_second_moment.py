@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import bias_correction, gradient_of, per_expert
+from toolkit.stages._shapes import bias_correction, blend, gradient_of, moment_beta, per_expert
 from toolkit.stages._stage import Context, Ratio, Slot, Slots, Stage, columns, defaults_of, rows
 
 TINY = 1e-15  # keeps the ratio of a row to the mean row defined before any gradient came
@@ -23,25 +23,28 @@ def factored_second_moment(
     eps_row: float = 1e-8,
     eps_mode: str = "add_to_sqrt",
     correct: str = "before",
+    power: float | None = None,
 ) -> Ratio:
     """R <- EMA of mean over columns of g^2, C <- EMA of mean over rows; g / sqrt(R C / mean(R)) as a ratio.
 
     Adafactor, arXiv 1804.04235, section 3. `eps_mode="v_floor"` floors C by `eps` (squared units) and R / mean(R) by
     `eps_row` (a pure number); "add_to_sqrt" adds `eps` beside the root; "adafactor" adds it to g^2.
     `correct="after"` leaves R and C biased and multiplies by sqrt(1 - beta^t) behind the floor, as SkewAdam's code
-    does (arXiv 2607.19058); "before" corrects C first. The correction cancels in R / mean(R).
+    does (arXiv 2607.19058); "before" corrects C first; "none" not at all. The correction cancels in R / mean(R).
+    With `power` beta is 1 - t^-power, which needs no correction.
     """
     gradient, row, column = gradient_of(x), slots["row_moment"], slots["column_moment"]
     squares = gradient.square()
     if eps_mode == "adafactor":
         squares.add_(eps)
-    row.mul_(beta).add_(squares.mean(-1), alpha=1 - beta)
-    column.mul_(beta).add_(squares.mean(-2), alpha=1 - beta)
+    decay = moment_beta(beta, power, ctx.step)
+    blend(row, squares.mean(-1), decay)
+    blend(column, squares.mean(-2), decay)
     del squares
     mean_row = row.mean(-1, keepdim=True)
     ratio = row / (mean_row.clamp_min(TINY) if eps_mode == "v_floor" else torch.where(mean_row == 0, 1.0, mean_row))
     correction = bias_correction(beta, ctx.step)
-    level = column if correct == "after" else column / per_expert(correction, column)
+    level = column / per_expert(correction, column) if correct == "before" else column
     divisor = 1 / per_expert(correction**0.5, gradient) if correct == "after" else 1.0
     if eps_mode == "v_floor":
         ratio, level = ratio.clamp_min(eps_row), level.clamp_min(eps)

@@ -65,7 +65,7 @@ def _replaced(
 def position(chain: Chain, *names: str) -> int:
     """Index of the first stage called one of `names` (a `within` counts if it holds one), -1 if there is none."""
     for index, stage in enumerate(chain.stages):
-        inside = stage.options["inner"] if stage.name == "within" else (stage,)
+        inside = stage.options.get("inner", (stage,))
         if any(s.name in names for s in inside):
             return index
     return -1

@@ -51,6 +51,6 @@ def _regroup(chain: Chain, grouping: str, size: int | None) -> Chain:
 VARIANT = Variant(
     "regrouped",
     change,
-    "regrouped(stacked), regrouped(gate_up_split), regrouped(transposed), regrouped(row_blocks, 64)",
+    "regrouped(stacked), regrouped(gate_up_split), regrouped(transposed), regrouped(row_blocks, 2)",
     "Sinkhorn over another grouping of the experts' elements",
 )

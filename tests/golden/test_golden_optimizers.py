@@ -1,4 +1,4 @@
-"""The numbers of the original SkewAdam code and of its study's AdamW, reproduced by stage chains.
+"""The numbers of the original SkewAdam code and of its study's other optimizers, reproduced by stage chains.
 
 Each case of `golden_optimizers_cases.json` holds 20 steps: gradients, learning rates, the parameter after every step,
 the optimizer's state, and for bfloat16 the uniforms that drove the dither.
@@ -122,3 +122,41 @@ def test_a_changed_switch_leaves_the_numbers() -> None:
     stepper = Stepper(Recipe("one_tier", {REST: chain}, lr=case["lr"], idle="as_zero"), _info(case))
     weight, _ = _run(stepper, stored)[0]
     assert (weight - stored["p"][0]).abs().max() > 1e-3
+
+
+OTHERS = {
+    "lion_f32_2d": ("lion", {"weight_decay": 0.05}, {"momentum": "state_exp_avg"}),
+    "adafactor_f32_2d": (
+        "adafactor",
+        {"weight_decay": 0.05, "clip_scope": "tensor"},
+        {"row_moment": "state_exp_avg_sq_row", "column_moment": "state_exp_avg_sq_col"},
+    ),
+    "adafactor_f32_1d": (
+        "adafactor",
+        {"weight_decay": 0.05, "clip_scope": "tensor"},
+        {"second_moment": "state_exp_avg_sq"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_lion_and_adafactor_cases(name: str) -> None:
+    built, options, states = OTHERS[name]
+    stored = _case(name)
+    stepper = Stepper(recipe(built, **options), _info(CASES[name]))
+    for step, (weight, state) in enumerate(_run(stepper, stored)):
+        torch.testing.assert_close(weight, stored["p"][step], rtol=2e-6, atol=1e-6, msg=f"step {step + 1}")
+        for key, other in states.items():
+            want = stored[other][step].reshape(state[key].shape)
+            torch.testing.assert_close(state[key], want, rtol=2e-6, atol=1e-6 * float(want.abs().max()))
+
+
+def test_muon_case() -> None:
+    # Three Newton-Schulz sweeps in bfloat16 differ by about 1e-2 between machines.
+    stored = _case("muon_f32_2d")
+    stepper = Stepper(recipe("muon", compat="study"), _info(CASES["muon_f32_2d"]))
+    for step, (weight, state) in enumerate(_run(stepper, stored)):
+        path = float((stored["p"][: step + 1] - stored["p0"]).abs().max())
+        assert float((weight - stored["p"][step]).abs().max()) <= 2e-2 * path, f"step {step + 1}"
+        want = stored["state_momentum_buffer"][step]
+        torch.testing.assert_close(state["momentum"], want, rtol=2e-6, atol=1e-6 * float(want.abs().max()))
