@@ -3,6 +3,9 @@
 The modules named here import torch only inside their functions.
 """
 
+from toolkit.kernels.adamw_step import adamw_step
+from toolkit.kernels.newton_schulz import newton_schulz
+from toolkit.kernels.sign_step import sign_step
 from toolkit.kernels.skewadam_step import SkewAdamRule, SkewAdamState, skewadam_step
 from toolkit.kernels.sr_sinkhorn import SinkhornResult, sr_sinkhorn, sr_sinkhorn_apply, sr_sinkhorn_run
 from toolkit.kernels.step_statistics import StepStatistics, step_statistics
@@ -12,6 +15,9 @@ __all__ = [
     "SkewAdamRule",
     "SkewAdamState",
     "StepStatistics",
+    "adamw_step",
+    "newton_schulz",
+    "sign_step",
     "skewadam_step",
     "sr_sinkhorn",
     "sr_sinkhorn_apply",
