@@ -285,3 +285,16 @@ def test_a_changing_probe_batch_is_refused(name: str) -> None:
     shorter = replace(second, topk_expert_ids=second.topk_expert_ids[:20], is_pad=second.is_pad[:20])
     with pytest.raises(GradreelError, match="probe of step 2 has 16 tokens"):
         run(name, [first, shorter], probe=True)
+
+
+def test_an_idle_run_ends_at_a_gap() -> None:
+    steps = [routing(step, np.array([[0, 1]])) for step in (1, 2, 3, 9, 10)]
+    measured, (final,) = run("idle_run_length", steps)
+    assert [m.value[5] for m in measured] == [1, 2, 3, 1, 2]
+    assert (final.value == [0, 0, 3, 3, 3, 3]).all()
+
+
+def test_churn_of_dropped_slots_is_a_share_of_the_larger_choice() -> None:
+    steps = [routing(1, np.array([[0, 1], [-1, -1]])), routing(2, np.array([[0, -1], [-1, -1]]))]
+    (measure,), _ = run("routing_churn", steps, (1,), probe=True)
+    assert (measure.value, measure.support) == (0.5, 1)
