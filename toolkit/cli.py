@@ -58,6 +58,7 @@ LrOption = Annotated[
     list[str] | None,
     typer.Option("--lr", metavar="NAME=VALUE", help="Base rate of a recipe, or NAME=recorded; repeat for several."),
 ]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 BackendOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Kernels: reference, eager, cpu, triton, cuda.")
 ]
@@ -95,6 +96,7 @@ def replay(
     gaps: GapsOption = None,
     lr: LrOption = None,
     backend: BackendOption = None,
+    device: DeviceOption = "cpu",
     param: ParamOption = None,
     steps: StepsOption = None,
     seed: SeedOption = 0,
@@ -126,6 +128,7 @@ def replay(
         gaps=gaps,
         lr=_rates(lr),
         backend=backend,
+        device=device,
         params=param,
         steps=_steps(steps),
         seed=seed,
@@ -141,6 +144,7 @@ def compare(
     gaps: GapsOption = None,
     lr: LrOption = None,
     backend: BackendOption = None,
+    device: DeviceOption = "cpu",
     param: ParamOption = None,
     steps: StepsOption = None,
     seed: SeedOption = 0,
@@ -160,6 +164,7 @@ def compare(
         gaps=gaps,
         lr=_rates(lr),
         backend=backend,
+        device=device,
         params=param,
         steps=_steps(steps),
         seed=seed,
@@ -289,7 +294,7 @@ def bench(
     op: Annotated[str, typer.Argument(metavar="OP", help="A kernel, 'all' kernels, or recorder.", show_default=False)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of lines.")] = False,
     pairs: Annotated[int | None, typer.Option(min=3, help="Timed rounds; every one times all forms once.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     peer: Annotated[
         Path | None, typer.Option(metavar="FILE.py", help="Functions of yours, named as ops, timed beside ours.")
     ] = None,

@@ -58,7 +58,7 @@ def train(
     make: Callable[[dict[str, Tensor]], torch.optim.Optimizer] = make_optimizer,
     hide: Callable[[int, str, Tensor], Tensor | None] = lambda step, name, gradient: gradient,
     skip: Callable[[int], bool] = lambda step: False,
-    experts: tuple[int, ...] | None = None,
+    experts: Callable[[int], tuple[int, ...]] | None = None,
     streams: tuple[str, ...] = ("gradient", "routing", "scalars"),
     table: tuple[ParamInfo, ...] = TABLE,
     run: dict[str, Any] | None = None,
@@ -122,8 +122,8 @@ def _gradients(written, record, params, drift, generator, hide, table, experts, 
         busy = gradient.ne(0).any() if info.expert_axis is None else gradient.ne(0).flatten(1).any(1)
         record.presence[info.name] = np.where(busy.numpy(), NONZERO, ZERO).astype(np.uint8)
         if experts is not None and info.expert_axis is not None:
-            gradient = gradient[list(experts)]
-            record.experts[info.name] = np.array(experts)
+            gradient = gradient[list(experts(step))]
+            record.experts[info.name] = np.array(experts(step))
         if "gradient" in streams:
             record.tensors["gradient", info.name] = from_torch(gradient.clone())
     written.gradients[step] = {name: None if g is None else g.clone() for name, g in found.items()}

@@ -125,7 +125,7 @@ def test_report_of_a_frame_and_of_a_trace(gradreel, plain_run, tmp_path, monkeyp
     assert (given["title"], given["path"]) == ("A title", "plain.replay.html")
     assert given["rows"] == read_frame("plain.replay.parquet").height
     assert given["provenance"]["kind"] == "replay"
-    assert given["notes"] == given["provenance"]["notes"]
+    assert list(given["notes"]) == given["provenance"]["notes"]
     code, _, error = gradreel("report", "plain.replay.parquet", "-r", "mesh")
     assert code == 2
     assert "need a trace" in error

@@ -223,7 +223,7 @@ def test_none_gradients_leave_weight_and_state_alone(tiny_run):
 
 
 def test_subset_of_experts_equals_those_experts_of_the_whole(tiny_run):
-    whole, part = tiny_run(), tiny_run(experts=(1, 3))
+    whole, part = tiny_run(), tiny_run(experts=lambda step: (1, 3))
     names = ["adamw", "sinkgd"]
     all_of, some = final_weights(whole.path, names), final_weights(part.path, names)
     for name in names:
@@ -239,6 +239,16 @@ def test_subset_of_experts_equals_those_experts_of_the_whole(tiny_run):
     both = rows.join(full, on=keys, how="left", suffix="_full").filter(pl.col("value").is_not_null())
     assert both.height
     np.testing.assert_array_equal(both["value"].to_numpy(), both["value_full"].to_numpy())
+
+
+def test_experts_that_change_from_step_to_step_are_cut_to_the_common_ones(tiny_run):
+    names = ["adamw", "sinkgd"]
+    whole = final_weights(tiny_run().path, names)
+    part = final_weights(tiny_run(experts=lambda step: (0, 1, 3) if step % 2 else (1, 2, 3)).path, names)
+    for name in names:
+        assert torch.equal(part[name]["experts.up"], whole[name]["experts.up"][[1, 3]])
+    with pytest.raises(NotRecorded, match=r"no expert of experts\.up was recorded in every step"):
+        replay(tiny_run(experts=lambda step: (0, 1) if step % 2 else (2, 3)).path, "adamw", METRICS)
 
 
 def test_one_bad_expert_diverges_alone(tiny_run):
@@ -321,6 +331,8 @@ def test_backend_is_used_and_recorded(plain_run):
         ({"steps": [3, 99]}, "step 99 was not recorded; recorded: 1 to 12"),
         ({"steps": (50, 60)}, "no recorded step"),
         ({"match": "norm"}, "unknown match 'norm'"),
+        ({"device": "abacus"}, "device is 'abacus'; allowed: cpu"),
+        ({"memory_bytes": "much"}, "'much' is not a size"),
         ({"gaps": "fill"}, "unknown gaps policy 'fill'"),
         ({"lr": {"mesh": 1.0}}, "unknown recipe in lr 'mesh'"),
         ({"lr": {"adamw": -1.0}}, "lr of adamw is -1.0; allowed"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit.frame import FrameWriter
 from toolkit.replay._engine import ReplayResult, diverged_rows, read_tokens
-from toolkit.replay._plan import MEMORY_BYTES, make_plan
+from toolkit.replay._plan import MEMORY_BYTES, check_device, make_plan
 from toolkit.replay._provenance import machine, provenance_of
 from toolkit.replay._source import Source
 from toolkit.replay._walk import Moment, Walk, Want
@@ -91,7 +91,7 @@ def compare(
     progress: bool | None = None,
     seed: int = 0,
     device: str = "cpu",
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int | str = MEMORY_BYTES,
 ) -> ReplayResult:
     """Pairwise distances of recipes on one trace, per step and role.
 
@@ -118,7 +118,7 @@ def compare(
     labels = [entrant.label for entrant in plan.entrants]
     if len(labels) < 2:
         raise GradreelError(f"compare needs at least two recipes; given: {', '.join(labels)}")
-    provenance = provenance_of("compare", source, plan, backend=backend, seed=seed, **machine(device))
+    provenance = provenance_of("compare", source, plan, backend=backend, seed=seed, **machine(check_device(device)))
     position = {step: place for place, step in enumerate(plan.steps)}
     sums: dict[str, PairSums] = {}
     weighed: dict[str, bool] = {}

@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.frame import FrameWriter
 from toolkit.metrics import Metric
 from toolkit.metrics._engine import MetricEngine
-from toolkit.replay._plan import MEMORY_BYTES, Plan, make_plan
+from toolkit.replay._plan import MEMORY_BYTES, Plan, check_device, make_plan
 from toolkit.replay._provenance import machine, provenance_of
 from toolkit.replay._source import Described, Source, check_parameters
 from toolkit.replay._walk import Moment, Outcome, Track, Walk, Want
@@ -70,7 +70,7 @@ def replay(
     progress: bool | None = None,
     seed: int = 0,
     device: str = "cpu",
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int | str = MEMORY_BYTES,
     expect: Iterable[Described] | None = None,
 ) -> ReplayResult:
     """Replay `trace` (a Trace or a path) through `recipes` and measure what they would have done.
@@ -88,7 +88,7 @@ def replay(
     `gaps`: what a recipe with state does where steps are missing: refuse (None), start anew ("bursts"), or go on as if
     nothing were missing ("ignore"). Weights always go on.
     `steps`: (first, last) or a list. `params`: names. `out`: parquet file of the Frame, else it is kept in memory.
-    `memory_bytes`: parameters are replayed in groups that fit; each tensor of the trace is still read once.
+    `memory_bytes` (a number, or "2GiB"): parameters are replayed in groups that fit; each tensor is still read once.
 
     `expect`: parameters (objects with `name` and `shape`, in order) that the trace must have been recorded from; a
     renamed, moved or reshaped one is refused by name.
@@ -128,7 +128,7 @@ def replay(
         reference=plan.entrants[0].label,
         backend=backend,
         seed=seed,
-        **machine(device),
+        **machine(check_device(device)),
     )
     total = len(plan.steps) * provenance["parameters"]
     writer = FrameWriter(out, constants={"run": source.id, "seed": seed})

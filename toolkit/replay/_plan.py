@@ -17,6 +17,7 @@ from toolkit.replay._source import Source
 from toolkit.stages import Stage
 from toolkit.variants import recipe as make_recipe
 from traces.errors import GradreelError, NotRecorded, unknown
+from traces.record_at import parse_bytes
 from traces.views import ParamInfo
 
 Gaps = Literal["bursts", "ignore"]
@@ -60,9 +61,10 @@ class Plan:
     match: str | None
     notes: tuple[str, ...]
 
-    def regrouped(self, memory_bytes: int, history: History) -> Plan:
+    def regrouped(self, memory_bytes: int | str, history: History) -> Plan:
         """The same plan with groups that also leave room for the metrics' history."""
-        return replace(self, groups=group_by_memory(tuple(self.subjects), self.entrants, memory_bytes, history))
+        size = parse_bytes(memory_bytes)
+        return replace(self, groups=group_by_memory(tuple(self.subjects), self.entrants, size, history))
 
     @property
     def subjects(self) -> Iterator[Subject]:
@@ -131,7 +133,7 @@ def make_plan(
     gaps: str | None = None,
     params: Iterable[str] | None = None,
     steps: Any = None,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: int | str = MEMORY_BYTES,
 ) -> Plan:
     """Settle everything; raise a GradreelError of one line for whatever cannot be done."""
     if match is not None and match not in MATCHES:
@@ -147,7 +149,7 @@ def make_plan(
         for name in names:
             entrant.recipe.chain_for(source.infos[name])
     subjects = [subject_of(source, name, chosen) for name in names]
-    groups = group_by_memory(subjects, entrants, memory_bytes)
+    groups = group_by_memory(subjects, entrants, parse_bytes(memory_bytes))
     return Plan(entrants, groups, chosen, bursts, gaps, match, tuple(_notes(source, subjects, entrants)))  # type: ignore[arg-type]
 
 
@@ -183,6 +185,16 @@ def choose_steps(source: Source, steps: Any) -> tuple[int, ...]:
     if not chosen:
         raise NotRecorded(f"no recorded step in {steps}; recorded: {recorded[0]} to {recorded[-1]}")
     return chosen
+
+
+def check_device(device: str) -> str:
+    """`device` if this machine has it; GradreelError otherwise."""
+    import torch
+
+    if device == "cpu" or (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        return device
+    have = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch sees no CUDA device)"
+    raise GradreelError(f"device is {device!r}; allowed: {have}")
 
 
 def bursts_of(steps: Sequence[int], skipped: frozenset[int] = frozenset()) -> tuple[tuple[int, int], ...]:
