@@ -45,8 +45,9 @@ def test_zero_gradient_gives_zero_update(name: str, idle: str) -> None:
         assert torch.equal(weight[1], before[1])
     assert not torch.equal(weight[0], before[0])
     for key, slot in stepper.state.items():
-        if key != "step" and slot.dim() and slot.shape[0] == E:
-            assert torch.equal(slot[1], torch.zeros_like(slot[1])), key
+        # Adafactor's eps lives in its moments; a basis has to be some basis.
+        if key != "step" and not key.endswith("_basis") and slot.dim() and slot.shape[0] == E:
+            assert float(slot[1].abs().max()) <= (1.001e-30 if name == "adafactor" else 0.0), key
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)

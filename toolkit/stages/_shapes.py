@@ -78,6 +78,11 @@ def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return (x / safe).square_().mean(dims, keepdim=True).sqrt_().mul_(safe)
 
 
+def sign_of(x: Tensor) -> Tensor:
+    """sign(x) with NaN kept: torch's own makes it 0, and a broken expert would look idle."""
+    return x.sign().masked_fill_(x.isnan(), torch.nan)
+
+
 def divide_or_zero(x: Tensor, by: Tensor) -> Tensor:
     """x / by, and exactly 0 where `by` is 0."""
     return torch.where(by == 0, torch.zeros((), dtype=x.dtype, device=x.device), x / by)

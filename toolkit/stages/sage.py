@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import bias_correction, direction, per_expert, rms
+from toolkit.stages._shapes import bias_correction, direction, per_expert, rms, sign_of
 from toolkit.stages._stage import Context, Ratio, Slot, Slots, Stage, columns, defaults_of
 
 
@@ -22,7 +22,7 @@ def sage(
     average.mul_(beta2).add_(size, alpha=1 - beta2)
     smooth = average / per_expert(bias_correction(beta2, ctx.step), average)
     damping = torch.minimum(rms(smooth, (-1,)) / (smooth + eps), rms(size, (-1,)) / (size + eps)).clamp_max_(1.0)
-    update = torch.lerp(momentum, gradient, 1 - beta1).sign_().mul_(damping.unsqueeze(-2))
+    update = sign_of(torch.lerp(momentum, gradient, 1 - beta1)).mul_(damping.unsqueeze(-2))
     momentum.lerp_(gradient, 1 - beta2)
     return update
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit.stages._shapes import on_numerator
+from toolkit.stages._shapes import on_numerator, sign_of
 from toolkit.stages._stage import Context, Ratio, Slots, Stage
 
 
 def sign(x: Tensor | Ratio, slots: Slots, ctx: Context) -> Tensor | Ratio:
-    """sign(x), zero where x is zero; acts on the numerator of a ratio (signSGD, arXiv 1802.04434)."""
-    return on_numerator(x, lambda values: values.sign())
+    """sign(x), zero where x is zero and NaN where it is NaN; acts on the numerator of a ratio (signSGD, arXiv 1802.04434)."""
+    return on_numerator(x, sign_of)
 
 
 STAGE = Stage("sign", sign, normalising=True, doc=sign.__doc__ or "")
