@@ -264,19 +264,31 @@ def _registry(word: str) -> Registry[Any]:
 
 
 def _summaries(registry: Registry[Any]) -> Iterator[tuple[str, str]]:
-    """Name and first sentence of each plug-in, read from the source of its file, so that none is imported."""
-    import ast
+    """Name and one sentence of each plug-in, read from the source of its file, so that none is imported."""
     import importlib
 
     folders = [Path(folder) for folder in importlib.import_module(registry.package).__path__]
     for name in registry.names():
         file = next((f for folder in folders if (f := folder / f"{name}.py").is_file()), None)
         if file is not None:
-            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            text = _sentence(file.read_text(encoding="utf-8"))
         else:
             item = registry.get(name)
-            text = getattr(item, "summary", "") or getattr(item, "doc", "") or getattr(item, "caption", "") or ""
+            text = next((t for key in ("summary", "doc", "caption") if (t := getattr(item, key, ""))), "")
         yield name, " ".join(text.split("\n\n")[0].split())
+
+
+def _sentence(source: str) -> str:
+    """The literal `summary=` of the plug-in a file defines, else the start of its docstring."""
+    import ast
+
+    module = ast.parse(source)
+    for statement in module.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            for keyword in statement.value.keywords:
+                if keyword.arg == "summary" and isinstance(keyword.value, ast.Constant):
+                    return str(keyword.value.value)
+    return ast.get_docstring(module) or ""
 
 
 # ------------------------------------------------------------------------------------------------------------ bench

@@ -207,7 +207,7 @@ def test_bench_of_a_kernel(gradreel, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["replay", "TRACE", "-r", "adamv"], "unknown recipe 'adamv'; did you mean 'adamw'? Choices: adamw,"),
+        (["replay", "TRACE", "-r", "adamv"], "unknown recipe 'adamv'; did you mean 'adamw'? Choices: "),
         (["replay", "TRACE", "-r", "mesh+sign"], "unknown variant 'sign'"),
         (["replay", "TRACE", "-m", "update_rmz"], "unknown metric 'update_rmz'; did you mean 'update_rms'?"),
         (["replay", "TRACE", "-m", "routing_churn"], "probe"),
