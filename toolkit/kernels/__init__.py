@@ -4,6 +4,7 @@ The modules named here import torch only inside their functions.
 """
 
 from toolkit.kernels.adamw_step import adamw_step
+from toolkit.kernels.mesh_step import mesh_step
 from toolkit.kernels.newton_schulz import newton_schulz
 from toolkit.kernels.sign_step import sign_step
 from toolkit.kernels.skewadam_step import SkewAdamRule, SkewAdamState, skewadam_step
@@ -16,6 +17,7 @@ __all__ = [
     "SkewAdamState",
     "StepStatistics",
     "adamw_step",
+    "mesh_step",
     "newton_schulz",
     "sign_step",
     "skewadam_step",

@@ -21,7 +21,15 @@ from typing import Any
 
 from traces.errors import GradreelError, unknown
 
-OPS = ("sr_sinkhorn", "step_statistics")
+OPS = (
+    "sr_sinkhorn",
+    "step_statistics",
+    "skewadam_step",
+    "mesh_step",
+    "adamw_step",
+    "sign_step",
+    "newton_schulz",
+)
 MIN_ROUNDS = 7
 
 

@@ -13,50 +13,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.kernels._bench import Case
+from toolkit.kernels._bench_steps import STEP_CASES, STEP_CHECKS
+from toolkit.kernels._bench_tensors import (
+    SHAPES,
+    SMALL_SHAPES,
+    Peers,
+    bytes_of,
+    sinkhorn_batched,
+    sinkhorn_loop,
+    tensor,
+)
 from toolkit.kernels._dispatch import refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Peers = dict[str, Callable[..., Any]]
-SHAPES = ((8, 640, 320), (64, 1024, 512), (16, 2048, 1024), (1, 4096, 4096))
-SMALL_SHAPES = ((3, 40, 24),)
-
-
-def _tensor(shape: tuple[int, ...], device: str, seed: int, dtype: str = "float32") -> Tensor:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device=device, dtype=getattr(torch, dtype))
-
-
-def _size(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}[dtype]
-
-
 # sr_sinkhorn
-
-
-def sinkhorn_loop(weight: Tensor, gradient: Tensor, lr: float, sweeps: int = 5, eps: float = 1e-6) -> None:
-    """A SinkGD step as its small ports write it: one matrix after the other, two norms and two divisions a sweep."""
-    import torch
-
-    for w, g in zip(weight.unbind(0), gradient.unbind(0), strict=True):
-        x = g.clone()
-        for _ in range(sweeps):
-            x = x / (torch.linalg.norm(x, dim=1, keepdim=True) + eps)
-            x = x / (torch.linalg.norm(x, dim=0, keepdim=True) + eps)
-        w.add_(x, alpha=-lr)
-
-
-def sinkhorn_batched(weight: Tensor, gradient: Tensor, lr: float, sweeps: int = 5, eps: float = 1e-8) -> None:
-    """The formula on the whole stack at once."""
-    x = gradient
-    m, n = x.shape[-2:]
-    for _ in range(sweeps):
-        x = math.sqrt(n) * x / (x.norm(dim=-1, keepdim=True) + eps)
-        x = math.sqrt(m) * x / (x.norm(dim=-2, keepdim=True) + eps)
-    weight.add_(x, alpha=-lr)
 
 
 def _installed_sinkgd(weight: Tensor, gradient: Tensor) -> Callable[[], Any] | None:
@@ -76,7 +48,7 @@ def _sinkhorn_cases(device: str, small: bool, peers: Peers) -> Iterator[Case]:
 
     for shape in SMALL_SHAPES if small else SHAPES:
         for dtype in ("float32", "bfloat16"):
-            weight, gradient = _tensor(shape, device, 0, dtype), _tensor(shape, device, 1, dtype)
+            weight, gradient = tensor(shape, device, 0, dtype), tensor(shape, device, 1, dtype)
             backend = sr_sinkhorn_apply(weight.clone(), gradient, 1e-3)
             rivals: dict[str, Callable[[], Any]] = {}
             if dtype == "float32":
@@ -85,11 +57,11 @@ def _sinkhorn_cases(device: str, small: bool, peers: Peers) -> Iterator[Case]:
                 rivals |= _fused_and_given("sinkgd-pytorch", _installed_sinkgd(weight.clone(), gradient))
                 if "sr_sinkhorn" in peers:
                     rivals["peer"] = partial(peers["sr_sinkhorn"], weight.clone(), gradient, 1e-3)
-            moved = 3 * gradient.numel() * _size(dtype)
+            moved = 3 * gradient.numel() * bytes_of(dtype)
             ours = partial(sr_sinkhorn_apply, weight, gradient, 1e-3)
             yield Case("sr_sinkhorn", "apply", shape, dtype, backend, ours, moved, rivals)
     shape = SMALL_SHAPES[0] if small else SHAPES[0]
-    gradient = _tensor(shape, device, 1)
+    gradient = tensor(shape, device, 1)
     shared = partial(sr_sinkhorn_run, gradient, (1, 2, 3, 5))
     yield Case(
         "sr_sinkhorn",
@@ -110,7 +82,7 @@ def _fused_and_given(name: str, runner: Callable[[], Any] | None) -> dict[str, C
 def _hostile(device: str) -> dict[str, Tensor]:
     import torch
 
-    x = _tensor((4, 150, 90), device, 2)
+    x = tensor((4, 150, 90), device, 2)
     cases = {f"scale {s:g}": x * s for s in (1e-45, 1e-40, 1e-20, 1.0, 1e20, 1e37)}
     spread = torch.logspace(-30, 30, 150, dtype=torch.float64, device=device).unsqueeze(-1)
     cases["rows over 60 decades"] = (x.double() * spread).float()
@@ -138,7 +110,7 @@ def _check_sinkhorn(device: str) -> Iterator[str]:
             over = ((out - truth).abs() - 3e-7 * truth.abs()).amax() if out.numel() else torch.zeros(())
             if not over <= 2e-44:
                 yield f"{backend} on {name}: {float(over):.3g} beyond a relative difference of 3e-7"
-    poisoned = _tensor((3, 64, 48), device, 3)
+    poisoned = tensor((3, 64, 48), device, 3)
     poisoned[1, 2, 3] = math.nan
     for backend in BUILT:
         if refusal("sr_sinkhorn", backend, poisoned, BUILT) is None:
@@ -162,12 +134,12 @@ def _statistics_cases(device: str, small: bool, peers: Peers) -> Iterator[Case]:
 
     for shape in SMALL_SHAPES if small else SHAPES:
         for dtype in ("float32", "bfloat16"):
-            g, p = _tensor(shape, device, 1, dtype), _tensor(shape, device, 2, dtype)
+            g, p = tensor(shape, device, 1, dtype), tensor(shape, device, 2, dtype)
             ours = partial(step_statistics, g, p, expert_axis=0)
             rivals: dict[str, Callable[[], Any]] = {"torch, one call each": partial(_plain_statistics, g, p)}
             if "step_statistics" in peers:
                 rivals["peer"] = partial(peers["step_statistics"], g, p)
-            moved = 2 * g.numel() * _size(dtype)
+            moved = 2 * g.numel() * bytes_of(dtype)
             yield Case("step_statistics", "pair", shape, dtype, ours().backend, ours, moved, rivals)
 
 
@@ -176,7 +148,7 @@ def _check_statistics(device: str) -> Iterator[str]:
 
     from toolkit.kernels.step_statistics import BUILT, step_statistics
 
-    g, p = _tensor((3, 37, 21), device, 1), _tensor((3, 37, 21), device, 2)
+    g, p = tensor((3, 37, 21), device, 1), tensor((3, 37, 21), device, 2)
     g[0, 0, :5], p[1, 1, 1], g[2, 2, 2] = 0, math.inf, math.nan
     truth = step_statistics(g.cpu(), p.cpu(), expert_axis=0, backend="reference").as_dict()
     for backend in BUILT:
@@ -189,8 +161,10 @@ def _check_statistics(device: str) -> Iterator[str]:
 CASES: dict[str, Callable[[str, bool, Peers], Iterator[Case]]] = {
     "sr_sinkhorn": _sinkhorn_cases,
     "step_statistics": _statistics_cases,
+    **STEP_CASES,
 }
 CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "sr_sinkhorn": _check_sinkhorn,
     "step_statistics": _check_statistics,
+    **STEP_CHECKS,
 }

@@ -1,4 +1,8 @@
-"""numba for every CPU kernel: how it is compiled, how tensors reach it, how threads share it."""
+"""numba for every CPU kernel: how it is compiled, how tensors reach it, how threads share it.
+
+numba's cache on disk looks at a kernel's own file only: after a change here, or in `_store_cpu.py`, delete the
+`__pycache__` folder of this package.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,10 @@ def over_experts(work: Callable[[int, int], None], experts: int, elements: int) 
 def in_threads(calls: list[Callable[[], None]]) -> None:
     """Run all calls, the first one here; numba's own pool is not used, since it allows only one caller at a time."""
     global _pool
+    if len(calls) < 2:
+        for call in calls:
+            call()
+        return
     if _pool is None or _pool._max_workers < len(calls) - 1:
         _pool = ThreadPoolExecutor(max(1, len(calls) - 1), "gradreel-kernel")
     futures = [_pool.submit(call) for call in calls[1:]]

@@ -88,7 +88,7 @@ def _momentum_row(line, momentum, beta):  # type: ignore[no-untyped-def]
 @jit
 def _measure(g, full, v, momentum, smooth, betas, eps, mode, before, added, r, c, u):  # type: ignore[no-untyped-def]
     """Move V and M on, and return the sum of (g / D)^2 or (M / D)^2."""
-    total = 0.0
+    total = np.float64(0)
     extra = np.float32(eps if mode == 2 else 0.0)
     m = g.shape[0]
     for k in range(m):
@@ -99,7 +99,7 @@ def _measure(g, full, v, momentum, smooth, betas, eps, mode, before, added, r, c
             for j in range(u.size):
                 a = typed(line[j], u) / (root * c[j] + added)
                 part += a * a
-            total += part
+            total += np.float64(part)
             continue
         if full:
             _second_row(g[i], v[i], betas[1], extra)
@@ -113,7 +113,7 @@ def _measure(g, full, v, momentum, smooth, betas, eps, mode, before, added, r, c
             _full_row(g[i], v[i], np.float32(eps), mode, np.float32(before), added, u)
         for j in range(u.size):
             part += u[j] * u[j]
-        total += part
+        total += np.float64(part)
     return total
 
 

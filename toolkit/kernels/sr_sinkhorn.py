@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from toolkit.kernels._descend import as_matrices, check_pair, descend, put_back, wide_dtype
 from toolkit.kernels._dispatch import choose
 from traces.errors import GradreelError, unknown
 
@@ -89,33 +90,33 @@ def sr_sinkhorn_apply(
     decay: float = 0.0,
     backend: str | None = None,
     compat: str = "paper",
+    rounding: str = "nearest",
+    rng: Any = None,
 ) -> str:
-    """W <- (1 - decay) W - lr * direction(x), in place and without a tensor for the direction; returns the backend.
+    """W <- round((1 - decay) W - lr * direction(x)), in place, without a tensor for the direction; returns the backend.
 
-    `weight` has the shape of `x` and any floating dtype; the sum is formed in float32 (float64 for float64 weights)
-    and rounded to nearest. An expert with a NaN or an infinity in x becomes NaN, as it would without the kernel.
+    `weight` has the shape of `x` and any floating dtype; the sum is formed in float32 (float64 for float64 weights).
+    bfloat16 weights are rounded as `rounding` says (`ROUNDINGS` of `_rounding.py`), element i with number i of `rng`.
+    An expert with a NaN or an infinity in x becomes NaN, as it would without the kernel.
     """
     chosen = _check(x, (sweeps,), backend, compat)
-    if weight.shape != x.shape or weight.device != x.device:
-        raise GradreelError(
-            f"{OP}: weight is {tuple(weight.shape)} on {weight.device}, x is {tuple(x.shape)} on {x.device}; "
-            "give two of the same shape and place"
-        )
-    if chosen == "cpu" and str(weight.dtype).removeprefix("torch.") not in ("float32", "bfloat16"):
-        if backend == "cpu":
-            raise GradreelError(f"{OP}: backend 'cpu' applies to float32 and bfloat16 weights, not {weight.dtype}")
-        chosen = "eager"
+    chosen = check_pair(OP, weight, x, backend, chosen, rounding)
     import torch
 
     with torch.no_grad():
         if chosen == "cpu":
             from toolkit.kernels import sr_sinkhorn_cpu
 
-            sr_sinkhorn_cpu.apply(weight.detach(), x.detach(), float(lr), float(decay), sweeps, compat)
+            sr_sinkhorn_cpu.apply(
+                weight.detach(), x.detach(), float(lr), float(decay), sweeps, compat, rounding=rounding, rng=rng
+            )
         else:
             direction = _run_torch(x.detach(), [sweeps], compat, True, chosen).directions[sweeps]
-            wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            weight.copy_(weight.to(wide) * (1.0 - decay) - lr * direction.to(wide))
+            wide, (m, n) = wide_dtype(weight, chosen), x.shape[-2:]
+            flat_w, flat_d = as_matrices(weight.detach()), as_matrices(direction)
+            for e in range(len(flat_w)):
+                descend(flat_w[e], flat_d[e].to(wide), lr, 1.0 - decay, rounding, rng, e * m * n)
+            put_back(weight, flat_w)
     return chosen
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.kernels._numba import as_array, in_threads, jit, narrow, over_experts, threads, typed, widen
+from toolkit.kernels._store_cpu import RowNoise, philox_row, store_row
 from toolkit.kernels.sr_sinkhorn import SinkhornResult, output_scale, reshape_result
 
 if TYPE_CHECKING:
@@ -163,6 +164,20 @@ def _subtract(x, w, v, scale, kept, weight):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _subtract_noisy(x, w, v, scale, kept, weight, noise, key0, key1, step, base, words, uniforms, none, u):  # type: ignore[no-untyped-def]
+    """`_subtract` with random rounding of bfloat16, row by row."""
+    for i in range(x.shape[0]):
+        factor = w[i] * scale
+        line = x[i]
+        for j in range(u.size):
+            u[j] = np.float32(np.float64(widen(line[j])) * factor * v[j])
+        first = base + i * u.size
+        if uniforms.size == 0:
+            philox_row(key0, key1, step, first, words)
+        store_row(weight[i], u, 1.0, kept, False, noise, words, first % 4, uniforms[i] if uniforms.size > 0 else none)
+
+
+@jit
 def _cosine(x, w, v):  # type: ignore[no-untyped-def]
     dot = mine = its = 0.0
     for i in range(x.shape[0]):
@@ -296,23 +311,51 @@ def run(x: Tensor, sweeps: list[int], compat: str, directions: bool) -> Sinkhorn
     return reshape_result(result, tuple(x.shape[:-2]), x)
 
 
-def apply(weight: Tensor, x: Tensor, lr: float, decay: float, sweeps: int, compat: str) -> None:
-    """W <- (1 - decay) W - lr * direction, in place; float32 or bfloat16 weights of any layout."""
+def apply(
+    weight: Tensor,
+    x: Tensor,
+    lr: float,
+    decay: float,
+    sweeps: int,
+    compat: str,
+    *,
+    rounding: str = "nearest",
+    rng: Any = None,
+    row_scale: np.ndarray | None = None,
+) -> None:
+    """W <- round((1 - decay) W - lr * direction), in place; float32 or bfloat16 weights of any layout.
+
+    `row_scale` [N, m] multiplies the rows of the direction.
+    """
+    import torch
+
     m, n = x.shape[-2:]
     flat_x, flat_w = _matrices(x), weight.view(-1, m, n) if _viewable(weight) else weight.reshape(-1, m, n)
     source, target = _views(flat_x), as_array(flat_w)
     wanted, scale = np.array([sweeps], np.int64), lr * output_scale(compat, m)
 
+    noise = RowNoise(rounding, rng, weight.dtype == torch.bfloat16, n)
+    none = np.empty(0, np.float32)
+
     def work(first: int, last: int, parts: int = 1) -> None:
-        scratch = _Scratch(m, n, 1)
+        scratch, words = _Scratch(m, n, 1), noise.words()
         for e in range(first, last):
             matrix, goal = _dense(source[e]), target[e]
             if not _solve(matrix, wanted, scratch, parts):
                 scratch.w_out[:] = np.nan
             own = goal if goal.flags.c_contiguous else np.ascontiguousarray(goal)
             w, v = scratch.w_out[0], scratch.v_out[0]
-            ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
-            kept = 1.0 - decay
+            if row_scale is not None:
+                w *= row_scale[e]
+            kept, base = 1.0 - decay, e * m * n
+            if noise.mode:
+                _subtract_noisy(
+                    matrix, w, v, scale, kept, own, noise.mode, noise.key[0], noise.key[1], noise.step, base, words,
+                    noise.uniforms((m, n), base), none, scratch.c,
+                )  # fmt: skip
+                ranges = []
+            else:
+                ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
             in_threads([partial(_subtract, matrix[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
             if own is not goal:
                 goal[...] = own
