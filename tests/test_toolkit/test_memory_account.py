@@ -89,6 +89,17 @@ def test_published_state_of_adamw_and_sgd() -> None:
     assert not any(row["state_bytes"] for row in account(recipe("sgd"), _study()))
 
 
+def test_published_state_of_the_study() -> None:
+    def total(name: str) -> int:
+        return sum(row["state_bytes"] for row in account(recipe(name), _study()))
+
+    assert total("lion") == 27_137_310_720
+    assert total("galore(rank=128, refresh=0, side=both)") == 1_735_196_672
+    assert total("adafactor") == 13_309_952
+    # Adam on embedding, positions, LayerNorm and router, one momentum elsewhere.
+    assert total("muon(compat=study)") == 27_967_946_752
+
+
 def test_mesh_keeps_vocabulary_momentum_alone() -> None:
     # nanowhale-110M: two untied tables of 129280 x 320; everything else has no state (arXiv 2608.04407).
     tables = [ParamInfo(n, n, (129_280, 320), matrix_axes=(0, 1)) for n in ("embedding", "head")]

@@ -32,19 +32,25 @@ def apply(
     representable values are fixed points) or "dither" (SkewAdam's, arXiv 2607.19058); float16 rounds to nearest.
     `decay="own_dtype"` decays before, in the weight's own dtype, where 1 - lr wd is exactly 1 for lr wd <= 1.9e-3.
     """
-    weight, keep = ctx.weight, 1 - ctx.lr * weight_decay
+    weight, rate = ctx.weight, ctx.lr * weight_decay
     wide = x.numerator.dtype if isinstance(x, Ratio) else x.dtype
-    if weight_decay and (weight.dtype == wide or decay == "own_dtype"):
-        weight.mul_(keep)
+    if rate and decay == "own_dtype":
+        weight.mul_(1 - rate)
+        rate = 0.0
     if weight.dtype == wide:
-        return _descend(weight, x, ctx.lr)
+        return _descend(_decayed(weight, rate, x), x, ctx.lr)
     mode = "nearest" if weight.dtype == torch.float16 else rounding
     for narrow, piece, offset in _chunks(weight, x, 0):
-        full = narrow.to(wide)
-        if weight_decay and decay == "fused":
-            full.mul_(keep)
+        full = _decayed(narrow.to(wide), rate, piece)
         narrow.copy_(rounded(_descend(full, piece, ctx.lr), weight.dtype, mode, ctx.rng, offset=offset))
     return weight
+
+
+def _decayed(weight: Tensor, rate: float, x: Tensor | Ratio) -> Tensor:
+    if not rate:
+        return weight
+    # torch's AdamW multiplies by 1 - lr wd, itself rounded to float32; a rate below 6e-8 is then nothing.
+    return weight.mul_(1 - rate) if isinstance(x, Ratio) else weight.add_(weight, alpha=-rate)
 
 
 def _descend(weight: Tensor, x: Tensor | Ratio, lr: float) -> Tensor:

@@ -9,7 +9,7 @@ from toolkit.stages._stage import Context, Ratio, Slots, Stage
 
 
 def sign(x: Tensor | Ratio, slots: Slots, ctx: Context) -> Tensor | Ratio:
-    """sign(x), zero where x is zero and NaN where it is NaN; acts on the numerator of a ratio (signSGD, arXiv 1802.04434)."""
+    """sign(x), with NaN kept; acts on the numerator of a ratio (signSGD, arXiv 1802.04434)."""
     return on_numerator(x, sign_of)
 
 
