@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traces.errors import GradreelError, TraceError
+from traces.checks import check_arguments, check_gradients, choose_parameters, choose_probes
+from traces.errors import GradreelError
 from traces.hooks import ForwardWatch, check_micro_steps
 from traces.layouts import find_moe_layers
 from traces.live import live_views
@@ -32,8 +33,6 @@ from traces.sink import TraceSink
 from traces.spool import transfer_for
 from traces.step_hooks import StepHooks
 from traces.views import ParamInfo, StepCallback
-
-_STREAMS = ("gradient", "grad_buffer", "weight", "routing", "scores", "logits", "scalars")
 
 
 class Recorder:
@@ -74,13 +73,13 @@ class Recorder:
         self.on_step, self.strict = on_step, strict
         self.step = self.recorded_steps = 0
         self._notify = notify or _to_stderr
-        self._check_arguments(statistics)
+        check_arguments(self.path, self.at, on_step, statistics)
         self.layers = find_moe_layers(model, layout)
         self.params: list[ParamInfo] = describe_params(model, roles, layout)
         self._infos = {info.name: info for info in self.params}
         self._model, self._provenance = model, dict(provenance or {})
         self._all_parameters = named_parameters(model)
-        self._parameters = self._choose_parameters()
+        self._parameters = choose_parameters(self.params, self._all_parameters, self.at)
         self._device = next(iter(self._parameters.values())).device
         self.plan = Plan(self.at, [self._infos[name] for name in self._parameters], self.layers)
         self._dtype: torch.dtype | None = getattr(torch, self.at.dtype) if self.at.dtype else None
@@ -98,8 +97,8 @@ class Recorder:
         self._job: Job | None = None
         self._done: Job | None = None  # finished, and open for late scalars until the next forward
         self._live: dict[str, Tensor | None] = {}
-        self._backward_seen = self._checked = self._budget_spent = False
-        self._probes = self._choose_probes()
+        self._backward_seen = self._planned = self._checked = self._budget_spent = False
+        self._probes = choose_probes(self.params, self._all_parameters)
         self._probe_handles: list[Any] = []
 
     # ------------------------------------------------------------------------------------------ what users call
@@ -176,50 +175,12 @@ class Recorder:
                 "no optimizer step was seen while recording; enter the Recorder before training, and give it the "
                 "optimizer that holds this model's parameters"
             )
-        self._raise_if_strict()
-
-    # ------------------------------------------------------------------------------------------------- set-up
-
-    def _check_arguments(self, statistics: Any) -> None:
-        if self.path is None and self.on_step is None:
-            raise GradreelError("Recorder(None, ...) records nowhere; give a path, or on_step=f to receive the steps")
-        for stream in self.at.streams:
-            if stream not in _STREAMS:
-                raise GradreelError(f"stream {stream!r} cannot be recorded yet; choose among {', '.join(_STREAMS)}")
-        if statistics is not None:
-            raise GradreelError("statistics= cannot be recorded yet; leave it out")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            world = torch.distributed.get_world_size()
-            if world > 1:
-                raise GradreelError(f"a run of {world} processes cannot be recorded yet; record one process")
-        if self.path is not None and (self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir()))):
-            holds = "already holds a trace" if (self.path / "header.json").exists() else "is not an empty folder"
-            raise TraceError(f"{str(self.path)!r} {holds}; choose another path or remove it first")
-
-    def _choose_parameters(self) -> dict[str, nn.Parameter]:
-        wanted = {
-            info.name: parameter
-            for info in self.params
-            if self.at.records_role(info.role) and (parameter := self._all_parameters[info.name]).requires_grad
-        }
-        if not wanted:
-            there = sorted({i.role for i in self.params if self._all_parameters[i.name].requires_grad})
+        if self.recorded_steps == 0:
             raise GradreelError(
-                f"no trainable parameter has a role in {self.at.roles}; this model trains "
-                f"{', '.join(there) or 'nothing'}; name some of these in RecordAt(roles=...)"
+                f"none of {self.step} optimizer steps could be recorded: all were skipped over an inf, or "
+                "dropped; train longer"
             )
-        for name, parameter in wanted.items():
-            if hasattr(parameter, "to_local"):
-                raise GradreelError(
-                    f"parameter {name!r} is sharded (DTensor) and cannot be recorded yet; unshard the model"
-                )
-        return wanted
-
-    def _choose_probes(self) -> list[nn.Parameter]:
-        """Parameters whose `.grad` every backward sets, to tell a skipped step from accumulation."""
-        trained = {name: p for name, p in self._all_parameters.items() if p.requires_grad}
-        routers = [p for name, p in trained.items() if self._infos[name].role == "router"]
-        return routers[:4] or list(trained.values())
+        self._raise_if_strict()
 
     # ------------------------------------------------------------------------------------------ a step begins
 
@@ -281,10 +242,11 @@ class Recorder:
 
     def _find_room(self, job: Job, sink: TraceSink) -> None:
         """Get the job its place in the budget and the queue, or make it one of scalars only."""
-        if not self._checked:
+        if not self._planned:
             self.plan.learn(job.micro_steps)
             self.plan.check_room()
             self._notify(self.plan.sentence(self.path))
+            self._planned = True
         job.estimated_bytes = self.plan.step_bytes + (0 if self._checked else self.plan.snapshot_bytes)
         if not self.plan.has_room(sink.bytes_used, job.estimated_bytes):
             self._end_recording(job, sink)
@@ -374,8 +336,8 @@ class Recorder:
         self._prepare_next()
 
     def _finish_recorded(self, job: Job) -> None:
-        if job.reserved and not self._checked:
-            self._check_gradients(job)
+        if job.reserved and not self._checked and "gradient" in self.at.streams:
+            check_gradients(job.absent, [self._infos[name] for name in self._parameters])
         if not self._checked and self._sink is not None:
             names = {id(parameter): name for name, parameter in self._all_parameters.items()}
             run = describe_run(self._model, self._hooks.optimizers, names, self._device)
@@ -392,6 +354,8 @@ class Recorder:
         self._checked = True
         self.recorded_steps += 1
         if self.on_step is not None:
+            for wait in job.ready:
+                wait()  # the routing went to the host on the side stream
             rates = dict(self._rate_of_each())
             self.on_step(live_views(job, self._infos, self._parameters, self._live, self.layers, rates))
 
@@ -399,17 +363,6 @@ class Recorder:
         by_id = {id(parameter): name for name, parameter in self._parameters.items()}
         groups = [group for optimizer in self._hooks.optimizers for group in optimizer.param_groups]
         return [(by_id[id(p)], group.get("lr")) for group in groups for p in group["params"] if id(p) in by_id]
-
-    def _check_gradients(self, job: Job) -> None:
-        """No recorded expert has a gradient: something is cut off, and a trace of nothing helps nobody."""
-        experts = [n for n in self._parameters if self._infos[n].role == "routed_expert"]
-        seen = {name for stream, name, _ in job.tensors if stream == "gradient"}
-        silent = [name for name in experts if name in job.absent]
-        if experts and silent and not seen.intersection(experts) and "gradient" in self.at.streams:
-            raise GradreelError(
-                f"parameter {silent[0]!r} and all other routed experts have no gradient at the first step; call "
-                "backward before optimizer.step(), or record other roles with RecordAt(roles=...)"
-            )
 
     # ------------------------------------------------------------------------------------------- to the writer
 

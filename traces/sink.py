@@ -65,10 +65,13 @@ class TraceSink:
 
     def put(self, job: Job) -> None:
         """Hand over a job."""
+        assert self._spool is not None
         if self._header is None:
+            if job.reserved:  # a skipped step; it holds no tensors, and must not hold up those that come
+                job.reserved = False
+                self._spool.release()
             self._early.append(job)
             return
-        assert self._spool is not None
         self._sizes.append(job.estimated_bytes)
         self._given += 1
         self._spool.put(job, job.reserved)

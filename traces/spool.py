@@ -57,7 +57,7 @@ class BufferPool:
 def raw_tensor(tensor: Tensor) -> RawTensor:
     """A contiguous CPU tensor's bits without a copy; bfloat16 as uint16, 8-bit floats as uint8."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    bits = tensor.detach()
+    bits = tensor.detach() if tensor.requires_grad else tensor
     if tensor.dtype is torch.bfloat16:
         bits = bits.view(torch.uint16)
     elif dtype.startswith("float8"):
@@ -184,6 +184,10 @@ class Spool:
             return True
         self.dropped += 1
         return False
+
+    def release(self) -> None:
+        """Give a place back unused."""
+        self._slots.release()
 
     def put(self, job: Any, reserved: bool = True) -> None:
         """Hand over a job. Without `reserved` it takes no place: for jobs that hold scalars only."""

@@ -395,6 +395,19 @@ def test_a_folder_with_a_trace_is_refused(tmp_path: Path, make_model, batches, p
         Recorder(tmp_path / "b", model, optimizer)
 
 
+def test_a_step_without_gradients_is_an_error(tmp_path: Path, make_model, batches, parts, notes) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        with Recorder(tmp_path / "a", model, optimizer, at=RecordAt(streams=("gradient",)), notify=notes.append):
+            parts.loss(model, batches[0])
+            optimizer.step()
+
+    with pytest.raises(GradreelError, match=r"routed experts have no gradient at the first step.*backward"):
+        loop()
+
+
 def test_no_step_is_an_error_and_leaves_no_folder(tmp_path: Path, make_model, batches, parts, notes) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -17,12 +17,12 @@ from traces.views import NONZERO, ZERO
 DOWN, ROUTER = "layers.1.experts.down_proj", "layers.1.router.weight"
 
 
-def scaled_steps(model: Any, optimizer: Any, batches: Any, parts: Any, inf_at: int) -> None:
-    """Three steps under a CPU GradScaler; the loss of step `inf_at` overflows."""
+def scaled_steps(model: Any, optimizer: Any, batches: Any, parts: Any, *inf_at: int, count: int = 3) -> None:
+    """Steps under a CPU GradScaler; the loss of the steps `inf_at` overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step, batch in enumerate(batches[:3], start=1):
+    for step, batch in enumerate(batches[:count], start=1):
         loss = parts.loss(model, batch)
-        scaler.scale(loss * (float("inf") if step == inf_at else 1.0)).backward()
+        scaler.scale(loss * (float("inf") if step in inf_at else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: b
             assert expected[0].any()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
     with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
-        scaled_steps(model, optimizer, batches, parts, inf_at=2)
+        scaled_steps(model, optimizer, batches, parts, 2)
     trace = open_trace(tmp_path / "a")
     assert trace.steps == [1, 3]
     assert trace.scalars()["skipped"].to_list()[:3] == [False, True, False]
@@ -51,15 +51,31 @@ def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: b
     assert trace.routing().collect().group_by("step").len()["len"].to_list() == [12, 12]
 
 
-def test_inf_in_the_first_step(tmp_path: Path, make_model, batches, parts, notes) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_infs_in_the_first_steps(tmp_path: Path, make_model, batches, parts, notes, fused: bool) -> None:
+    """A scaler that has to find its scale skips more steps than the queue holds."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    first = model.layers[1].experts.down_proj.detach().clone()
+    with Recorder(tmp_path / "a", model, optimizer, queue_steps=2, notify=notes.append):
+        scaled_steps(model, optimizer, batches, parts, 1, 2, 3, 4, count=6)
+    trace = open_trace(tmp_path / "a")
+    assert trace.steps == [5, 6]
+    assert trace.scalars()["skipped"].to_list()[:6] == [True] * 4 + [False] * 2
+    assert torch.equal(trace.weight(DOWN, 5), first)
+    assert len(notes) == 1
+
+
+def test_nothing_but_infs(tmp_path: Path, make_model, batches, parts, notes) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    first = model.layers[1].experts.down_proj.detach().clone()
-    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
-        scaled_steps(model, optimizer, batches, parts, inf_at=1)
-    trace = open_trace(tmp_path / "a")
-    assert trace.steps == [2, 3]
-    assert torch.equal(trace.weight(DOWN, 2), first)
+
+    def loop() -> None:
+        with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
+            scaled_steps(model, optimizer, batches, parts, 1, 2, count=2)
+
+    with pytest.raises(GradreelError, match=r"none of 2 optimizer steps could be recorded"):
+        loop()
 
 
 def test_closure(tmp_path: Path, make_model, batches, parts, notes) -> None:

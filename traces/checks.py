@@ -1,0 +1,69 @@
+"""What a recording refuses before it begins, and after its first step: mistakes are told early and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from traces.errors import GradreelError, TraceError
+from traces.record_at import RecordAt
+from traces.views import ParamInfo
+
+STREAMS = ("gradient", "grad_buffer", "weight", "routing", "scores", "logits", "scalars")
+
+
+def check_arguments(path: Path | None, at: RecordAt, on_step: Any, statistics: Any) -> None:
+    """Refuse what cannot be recorded, a path that is taken, and a run of several processes."""
+    if path is None and on_step is None:
+        raise GradreelError("Recorder(None, ...) records nowhere; give a path, or on_step=f to receive the steps")
+    for stream in at.streams:
+        if stream not in STREAMS:
+            raise GradreelError(f"stream {stream!r} cannot be recorded yet; choose among {', '.join(STREAMS)}")
+    if statistics is not None:
+        raise GradreelError("statistics= cannot be recorded yet; leave it out")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1:
+            raise GradreelError(f"a run of {world} processes cannot be recorded yet; record one process")
+    if path is not None and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
+        holds = "already holds a trace" if (path / "header.json").exists() else "is not an empty folder"
+        raise TraceError(f"{str(path)!r} {holds}; choose another path or remove it first")
+
+
+def choose_parameters(
+    infos: Sequence[ParamInfo], parameters: Mapping[str, nn.Parameter], at: RecordAt
+) -> dict[str, nn.Parameter]:
+    """The trainable parameters whose role is recorded, by name."""
+    trained = [info for info in infos if parameters[info.name].requires_grad]
+    wanted = {info.name: parameters[info.name] for info in trained if at.records_role(info.role)}
+    if not wanted:
+        there = ", ".join(sorted({info.role for info in trained})) or "nothing"
+        raise GradreelError(
+            f"no trainable parameter has a role in {at.roles}; this model trains {there}; name some of these in "
+            "RecordAt(roles=...)"
+        )
+    for name, parameter in wanted.items():
+        if hasattr(parameter, "to_local"):
+            raise GradreelError(f"parameter {name!r} is sharded (DTensor), which cannot be recorded yet; unshard it")
+    return wanted
+
+
+def choose_probes(infos: Sequence[ParamInfo], parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters whose `.grad` every backward sets, to tell a skipped step from accumulation."""
+    trained = [info for info in infos if parameters[info.name].requires_grad]
+    routers = [parameters[info.name] for info in trained if info.role == "router"]
+    return routers[:4] or [parameters[info.name] for info in trained]
+
+
+def check_gradients(absent: Sequence[str], recorded: Sequence[ParamInfo]) -> None:
+    """Refuse a first step in which no recorded expert has a gradient: a trace of nothing helps nobody."""
+    experts = [info.name for info in recorded if info.role == "routed_expert"]
+    if experts and set(experts) <= set(absent):
+        raise GradreelError(
+            f"parameter {experts[0]!r} and all other routed experts have no gradient at the first step; call backward "
+            "before optimizer.step(), or record other roles with RecordAt(roles=...)"
+        )
