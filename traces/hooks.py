@@ -123,11 +123,10 @@ class ForwardWatch:
         if module is self.root:
             self._before_root(module, args, kwargs)
 
-    def take(self) -> list[MicroStep]:
-        """The micro-steps since the last call that took part in training."""
-        taken = [micro for micro in self.micro_steps if micro.reached or not micro.linked]
-        self.micro_steps = []
-        return taken
+    def take(self, count: int | None = None) -> list[MicroStep]:
+        """Take the first `count` micro-steps (default: all); return those that took part in training."""
+        taken, self.micro_steps = self.micro_steps[:count], self.micro_steps[len(self.micro_steps[:count]) :]
+        return [micro for micro in taken if micro.reached or not micro.linked]
 
     # hooks
 

@@ -99,6 +99,7 @@ class Recorder:
         self._live: dict[str, Tensor | None] = {}
         self._backward_seen = self._planned = self._checked = self._budget_spent = False
         self._probes = choose_probes(self.params, self._all_parameters)
+        self._held: tuple[nn.Parameter, Tensor | None, int] | None = None
         self._probe_handles: list[Any] = []
 
     # ------------------------------------------------------------------------------------------ what users call
@@ -203,13 +204,31 @@ class Recorder:
         if self._open:
             self._finish_step()
         self._hand_over()
-        if self._watch.micro_steps and self._backward_seen and all(p.grad is None for p in self._probes):
-            # An optimizer under GradScaler calls no hook when it skips a step over an inf.
-            self.step += 1
-            self._done = Job(self.step, False, self._scalars, micro_steps=self._watch.take(), skipped=True)
-            self._scalars = {}
-            self._hand_over()
-            self._prepare_next()
+        self._drop_thrown_away()
+        if self._watch.micro_steps and self._backward_seen:
+            held = next((p for p in self._probes if p.grad is not None), None)
+            if held is None:
+                scalars, self._scalars = self._scalars, {}
+                self._skip_step(len(self._watch.micro_steps), scalars)
+            elif self._held is None:
+                self._held = (held, held.grad, len(self._watch.micro_steps))
+
+    def _drop_thrown_away(self) -> None:
+        """Backward accumulates into one tensor; another one in its place means that `zero_grad` came between."""
+        if self._held is None:
+            return
+        probe, gradient, count = self._held
+        now = probe.grad
+        if now is not gradient and (now is None or not now.requires_grad):  # create_graph replaces it at each backward
+            self._held = None
+            self._skip_step(count, {})
+
+    def _skip_step(self, count: int, scalars: dict[str, Any]) -> None:
+        """An optimizer under GradScaler calls no hook when it skips a step over an inf."""
+        self.step += 1
+        self._done = Job(self.step, False, scalars, micro_steps=self._watch.take(count), skipped=True)
+        self._hand_over()
+        self._watch.capturing = self._routing and self._wants(self.step + 1)
 
     def _on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is about to update, and its gradients are complete."""
@@ -228,6 +247,8 @@ class Recorder:
             self._finish_step()
 
     def _begin_step(self) -> None:
+        self._drop_thrown_away()
+        self._held = None
         self.step += 1
         micro_steps = self._watch.take()
         job = Job(self.step, self._wants(self.step), self._scalars, micro_steps=micro_steps)

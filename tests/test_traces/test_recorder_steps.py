@@ -17,19 +17,25 @@ from traces.views import NONZERO, ZERO
 DOWN, ROUTER = "layers.1.experts.down_proj", "layers.1.router.weight"
 
 
-def scaled_steps(model: Any, optimizer: Any, batches: Any, parts: Any, *inf_at: int, count: int = 3) -> None:
-    """Steps under a CPU GradScaler; the loss of the steps `inf_at` overflows."""
+def scaled_steps(
+    model: Any, optimizer: Any, batches: Any, parts: Any, *inf_at: int, count: int = 3, zero_late: bool = False
+) -> None:
+    """Steps under a CPU GradScaler; the loss of the steps `inf_at` overflows. `zero_late`: zero_grad after forward."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, batch in enumerate(batches[:count], start=1):
         loss = parts.loss(model, batch)
+        if zero_late:
+            optimizer.zero_grad()
         scaler.scale(loss * (float("inf") if step in inf_at else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        if not zero_late:
+            optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("zero_late", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
-def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: bool) -> None:
+def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: bool, zero_late: bool) -> None:
     """Fault 15: gradients are recorded unscaled; the step with an inf is marked skipped and leaks nothing."""
     model, twin = make_model(), make_model()
     expected = []
@@ -41,7 +47,7 @@ def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: b
             assert expected[0].any()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
     with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
-        scaled_steps(model, optimizer, batches, parts, 2)
+        scaled_steps(model, optimizer, batches, parts, 2, zero_late=zero_late)
     trace = open_trace(tmp_path / "a")
     assert trace.steps == [1, 3]
     assert trace.scalars()["skipped"].to_list()[:3] == [False, True, False]
