@@ -36,6 +36,8 @@ def tree_on_disk() -> set[str]:
         paths.add(parts[0] + ("/" if len(parts) > 1 else ""))
         if len(parts) > 2 and parts[0] in ("traces", "toolkit", "ablations", "tests"):
             paths.add(f"{parts[0]}/{parts[1]}/")
+        elif len(parts) == 2 and parts[0] == "tests":
+            paths.add(line)
     return paths
 
 
