@@ -62,8 +62,8 @@ class Measure:
     """One measure of how an optimizer behaves on routed experts over time.
 
     `stable` is +1 where a larger value is the more stable one, -1 where a smaller one is. `as_ratio` compares two
-    recipes by a factor instead of a difference, `needs_experts` cannot be had from summaries. `show` writes a value with
-    its unit; `phrase` names it in a sentence; `words` are what is said of the less and of the more stable recipe.
+    recipes by a factor instead of a difference, `needs_experts` cannot be had from summaries. `show` writes a value
+    with its unit; `phrase` names it in a sentence; `words` are what is said of the less and of the more stable recipe.
     """
 
     key: str

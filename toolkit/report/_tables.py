@@ -102,7 +102,7 @@ class Facts:
     @property
     def long(self) -> bool:
         """Whether the block is folded away at first."""
-        return len(self.rows) > 12
+        return len(self.rows) > 20
 
 
 def provenance_blocks(provenance: Mapping[str, Any]) -> list[Facts]:

@@ -23,6 +23,8 @@ Outcome = Literal["less stable", "more stable", "equal", "mixed", "not decided",
 
 #: With fewer units a bootstrap decides too easily: all differences of five equal units have one sign 6% of the time.
 MIN_UNITS = 6
+#: Differences below this, as a part of the measure's scale, are rounding or not worth a word, however well resolved.
+GRAIN = 1e-3
 _RESAMPLES = 2000
 #: The two measures that the headline rests on; the others are reported beside it.
 _TEMPORAL = ("cosine", "flips")
@@ -74,6 +76,8 @@ class Comparison:
         return "×" if self.measure.as_ratio else " points" if self.measure.key == "flips" else ""
 
     def _show(self, value: float) -> str:
+        if self.measure.as_ratio and abs(self.difference - 1) < 0.1:
+            return number(value, 3)
         if self.measure.as_ratio or self.measure.key == "zombie":
             return significant(value)
         if self.measure.key == "flips":
@@ -105,6 +109,8 @@ def compare(frame: pl.DataFrame, measure: Measure, left: str, right: str) -> Com
         a, b = np.log(a), np.log(b)
     gap = a - b
     low, high = bootstrap_interval(gap)
+    # Cosines, fractions and logarithms have 1 as their scale; a displacement has its own size.
+    scale = max(float(np.abs(a).mean()), float(np.abs(b).mean())) if measure.key == "zombie" else 1.0
     back = math.exp if measure.as_ratio else float
     return Comparison(
         measure,
@@ -117,7 +123,7 @@ def compare(frame: pl.DataFrame, measure: Measure, left: str, right: str) -> Com
         None if high is None else back(high),
         len(gap),
         bool(both["expert"].is_not_null().any()),
-        _reading(gap, low, high, measure.stable),
+        _reading(gap, low, high, measure.stable, scale),
     )
 
 
@@ -209,7 +215,7 @@ def _headline(left: str, right: str, found: list[Comparison], where: str = "On r
     if "more stable" in readings:
         return f"{subject} not less but more stable over time than {right}'s: {numbers}.", "more stable"
     if readings == {"equal"}:
-        return f"{subject} not less stable over time than {right}'s, but exactly as stable: {numbers}.", "equal"
+        return f"{subject} not less stable over time than {right}'s, but equally stable: {numbers}.", "equal"
     return f"Not decided. {subject} not shown to be less stable over time than {right}'s: {numbers}.", "not decided"
 
 
@@ -225,8 +231,8 @@ def _few_tokens(left: str, right: str, found: list[Comparison]) -> str:
     if c is None:
         return ""
     words = {
-        "less stable": f"{c.gap} {right}'s ratio",
-        "more stable": f"only {c.gap} {right}'s ratio",
+        "less stable": f"{c.gap} {right}'s ratio, so more strongly",
+        "more stable": f"{c.gap} {right}'s ratio, so less strongly",
         "equal": f"the same ratio as {right}'s",
         "not decided": f"{c.gap} {right}'s ratio, which is not decided",
     }[c.reading]
@@ -326,9 +332,15 @@ def _reference(frame: pl.DataFrame, recipes: list[str], taken: set[str | None]) 
     return None
 
 
-def _reading(gap: np.ndarray, low: float | None, high: float | None, stable: int) -> Reading:
-    if not np.any(gap):
+def _reading(gap: np.ndarray, low: float | None, high: float | None, stable: int, scale: float) -> Reading:
+    """What the interval says; "equal" where all of it, or every single gap, is smaller than `GRAIN` of `scale`."""
+    grain = GRAIN * scale
+    if np.abs(gap).max() <= grain:
         return "equal"
-    if low is None or high is None or low <= 0 <= high:
+    if low is None or high is None:
+        return "not decided"
+    if max(abs(low), abs(high)) <= grain:
+        return "equal"
+    if low <= 0 <= high:
         return "not decided"
     return "more stable" if (low > 0) == (stable > 0) else "less stable"
