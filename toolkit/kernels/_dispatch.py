@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from traces.errors import GradreelError, unknown
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKENDS = ("reference", "eager", "cpu", "triton", "cuda")
-_CPU_DTYPES = ("float32", "bfloat16", "float16")
+_FUSED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refusal(op: str, backend: str, x: Tensor, built: tuple[str, ...]) -> str | None:
@@ -24,21 +25,24 @@ def refusal(op: str, backend: str, x: Tensor, built: tuple[str, ...]) -> str | N
     if backend == "cpu":
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}; the cpu backend reads CPU memory"
-        if dtype not in _CPU_DTYPES:
-            return f"the tensor is {dtype}; the cpu backend takes {', '.join(_CPU_DTYPES)}"
+        if dtype not in _FUSED_DTYPES:
+            return f"the tensor is {dtype}; the cpu backend takes {', '.join(_FUSED_DTYPES)}"
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed; pip install numba"
-    if backend in ("triton", "cuda") and x.device.type != "cuda":
+    if backend in ("triton", "cuda") and dtype not in _FUSED_DTYPES:
+        return f"the tensor is {dtype}; the {backend} backend takes {', '.join(_FUSED_DTYPES)}"
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend in ("triton", "cuda") and x.device.type != "cuda" and not interpreted:
         return f"the tensor is on {x.device}; the {backend} backend needs a CUDA tensor"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        return "triton is not installed; pip install triton"
     return None
 
 
 def choose(op: str, x: Tensor, backend: str | None, built: tuple[str, ...]) -> str:
     """The backend that runs: the one named, or the fastest that can. Raises when the one named cannot."""
     if backend is None:
-        for candidate in ("cuda", "triton", "cpu", "eager"):
+        for candidate in ("cuda", "cpu", "triton", "eager"):
             if candidate in built and refusal(op, candidate, x, built) is None:
                 return candidate
         raise GradreelError(f"{op}: {refusal(op, 'eager', x, built)}")

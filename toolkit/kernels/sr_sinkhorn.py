@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OP = "sr_sinkhorn"
 COMPAT = ("paper", "unit_columns")
-BUILT = ("reference", "eager", "cpu")
+BUILT = ("reference", "eager", "cpu", "triton")
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -78,6 +78,10 @@ def sr_sinkhorn_run(
         from toolkit.kernels import sr_sinkhorn_cpu
 
         return sr_sinkhorn_cpu.run(x, wanted, compat, keep == "directions")
+    if chosen == "triton":
+        from toolkit.kernels import sr_sinkhorn_triton
+
+        return sr_sinkhorn_triton.run(x, wanted, compat, keep == "directions")
     return _run_torch(x, wanted, compat, keep == "directions", chosen)
 
 
@@ -101,6 +105,13 @@ def sr_sinkhorn_apply(
     """
     chosen = _check(x, (sweeps,), backend, compat)
     chosen = check_pair(OP, weight, x, backend, chosen, rounding)
+    if chosen == "triton" and (str(weight.dtype)[6:] not in ("float32", "bfloat16") or rounding != "nearest"):
+        if backend == "triton":
+            raise GradreelError(
+                f"{OP}: backend 'triton' applies to float32 and bfloat16 weights with rounding 'nearest', not to "
+                f"{weight.dtype} with {rounding!r}"
+            )
+        chosen = "eager"
     import torch
 
     with torch.no_grad():
@@ -110,6 +121,12 @@ def sr_sinkhorn_apply(
             sr_sinkhorn_cpu.apply(
                 weight.detach(), x.detach(), float(lr), float(decay), sweeps, compat, rounding=rounding, rng=rng
             )
+        elif chosen == "triton":
+            from toolkit.kernels import sr_sinkhorn_triton
+
+            flat_w = as_matrices(weight.detach()).contiguous()
+            sr_sinkhorn_triton.apply(flat_w, x.detach(), float(lr), float(decay), sweeps, compat)
+            put_back(weight, flat_w)
         else:
             direction = _run_torch(x.detach(), [sweeps], compat, True, chosen).directions[sweeps]
             wide, (m, n) = wide_dtype(weight, chosen), x.shape[-2:]
