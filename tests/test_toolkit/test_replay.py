@@ -166,6 +166,12 @@ def test_match_moves_the_weight_as_far_as_the_reference(plain_run):
     assert checked == 12 * len(plan.groups[0])
 
 
+def test_a_recipe_matched_to_itself_is_itself(plain_run):
+    """The trial step that learns the RMS leaves no trace in the state."""
+    found = final_weights(plain_run.path, {"one": "adamw", "two": "adamw"}, match="update_rms")
+    assert_equal(found["two"], found["one"])
+
+
 def test_gaps_refuse_stateful_recipes_only(tiny_run):
     run = tiny_run(keep=lambda step: (step - 1) % 6 < 3)
     with pytest.raises(GradreelError) as caught:

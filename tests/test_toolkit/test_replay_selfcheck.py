@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.replay import selfcheck
-from toolkit.replay._selfcheck import due_weights
+from toolkit.replay._selfcheck import due_weights, recorded_threads
 from toolkit.replay._source import Source
 from traces.console import CheckFailed
 from traces.errors import GradreelError
@@ -172,7 +172,13 @@ def test_unknown_optimizers_are_refused_with_advice(tiny_run):
         selfcheck(run.path)
 
 
-def test_the_number_of_threads_is_put_back(plain_run):
+def test_the_recorded_number_of_threads_is_used_and_put_back(tiny_run):
     before = torch.get_num_threads()
-    selfcheck(plain_run.path)
+    check = selfcheck(tiny_run(run={"threads": before + 1}).path)
     assert torch.get_num_threads() == before
+    assert check.ok
+    assert check.comparable
+    seen = []
+    with recorded_threads(Source.of(tiny_run(run={"threads": before + 1}).path)):
+        seen.append(torch.get_num_threads())
+    assert seen == [before + 1]
