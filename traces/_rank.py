@@ -27,6 +27,7 @@ from traces.seals import (
 )
 
 _KEPT_SEALS = 8
+_KEPT_ROUTING = 2
 _KEPT_INDEXES = 64
 
 
@@ -106,7 +107,8 @@ class RankFolder:
         self.problems: list[tuple[str, TraceError]] = []
         self._cache: OrderedDict[int, dict[int, SealedStep]] = OrderedDict()
         self._chunks: OrderedDict[str, ChunkFile] = OrderedDict()
-        self._routing: dict[str, RoutingFile] = {}
+        self._routing: OrderedDict[str, RoutingFile] = OrderedDict()
+        self._rows: OrderedDict[int, dict[tuple[int, int], int]] = OrderedDict()
         self._load(tolerant)
         self._seal_of = {step: seal for seal in self.seals for step in seal.steps}
 
@@ -166,7 +168,24 @@ class RankFolder:
         if entry.name not in self._routing:
             steps = (seal.steps[0], seal.steps[-1])
             self._routing[entry.name] = RoutingFile(self.folder / entry.name, entry, steps, self.header.layers)
+        self._routing.move_to_end(entry.name)
+        for old in list(self._routing)[:-_KEPT_ROUTING]:
+            self._routing[old].forget()
         return self._routing[entry.name]
+
+    def row_start(self, seal: SealSummary, step: int, layer: int) -> int:
+        """First row of (step, layer) in the routing file of a seal; rows are sorted by layer, step, micro-step."""
+        if seal.number not in self._rows:
+            blocks = sorted((row[0], s, row[2]) for s in seal.steps for row in self.step(s).routing)
+            starts: dict[tuple[int, int], int] = {}
+            total = 0
+            for number, at, count in blocks:
+                starts.setdefault((number, at), total)
+                total += count
+            self._rows[seal.number] = starts
+            while len(self._rows) > _KEPT_SEALS:
+                self._rows.popitem(last=False)
+        return self._rows[seal.number][layer, step]
 
     def _seal_path(self, number: int) -> Path:
         return self.folder / f"seal-{number:06d}.json"

@@ -13,7 +13,6 @@ import numpy as np
 
 from traces._rank import RankFolder
 from traces.schema import DTYPES, Header, LayerInfo, RawTensor
-from traces.seals import SealedStep
 from traces.views import RoutingStep
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def routing_step(ranks: list[RankFolder], step: int, layer: LayerInfo) -> Routin
         if not rows:
             continue
         count = sum(row[2] for row in rows)
-        start = _row_start(rank, step, layer.layer)
+        start = rank.row_start(seal, step, layer.layer)
         columns = [f"expert_{k}" for k in range(layer.top_k)]
         file = rank.routing(seal)
         if count and file is not None:
@@ -169,14 +168,6 @@ def routing_step(ranks: list[RankFolder], step: int, layer: LayerInfo) -> Routin
         scores=np.concatenate(extras["scores"]) if extras["scores"] else None,
         logits=np.concatenate(extras["logits"]) if extras["logits"] else None,
     )
-
-
-def _row_start(rank: RankFolder, step: int, layer: int) -> int:
-    """Rows of a routing file are sorted by layer, step, micro-step; count those before (layer, step)."""
-    seal = rank.seal_of(step)
-    assert seal is not None
-    records: Iterable[SealedStep] = (rank.step(s) for s in seal.steps)
-    return sum(row[2] for record in records for row in record.routing if (row[0], record.step) < (layer, step))
 
 
 def _as_float(raw: RawTensor) -> np.ndarray:

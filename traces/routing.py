@@ -9,6 +9,8 @@ entropy coder one byte per id; the keys are runs and cost next to nothing.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 ROW_GROUP_ROWS = 1 << 20
 BYTES_PER_ROW = 32
+_KEPT_GROUPS = 4
 MAX_SLOTS = 4096
 KEYS = ("step", "micro_step", "layer", "token")
 _PHYSICAL = {"step": "INT64", "micro_step": "INT32", "layer": "INT32", "token": "INT32", "is_pad": "BOOLEAN"}
@@ -106,9 +109,12 @@ class RoutingFile:
 
     def __init__(self, path: Path, entry: FileEntry, steps: tuple[int, int], layers: Sequence[LayerInfo]) -> None:
         self.path, self.entry, self.steps = path, entry, steps
+        self._lock = threading.Lock()
+        self._metadata: Any = None
         self._slots = max((x.top_k for x in layers), default=0)
         self._dtype = id_dtype(max((x.num_experts for x in layers), default=1))
         self._checked = False
+        self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
 
     @property
     def where(self) -> str:
@@ -150,8 +156,24 @@ class RoutingFile:
         for group in range(file.metadata.num_row_groups):
             count = file.metadata.row_group(group).num_rows
             if first < stop and first + count > start:
-                yield first, self._read_group(file, group, list(columns))
+                yield first, self._decoded_group(file, group, tuple(columns))
             first += count
+
+    def _decoded_group(self, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> Any:
+        """A few row groups are kept, because steps are read one by one and a group holds many."""
+        with self._lock:
+            key = (group, columns)
+            if key not in self._decoded:
+                self._decoded[key] = self._read_group(file, group, list(columns))
+            self._decoded.move_to_end(key)
+            while len(self._decoded) > _KEPT_GROUPS:
+                self._decoded.popitem(last=False)
+            return self._decoded[key]
+
+    def forget(self) -> None:
+        """Drop decoded row groups."""
+        with self._lock:
+            self._decoded.clear()
 
     def _read_group(self, file: pq.ParquetFile, group: int, columns: list[str] | None) -> Any:
         table = file.read_row_group(group, columns=columns, use_threads=False)
@@ -163,7 +185,9 @@ class RoutingFile:
     def _open(self) -> pq.ParquetFile:
         import pyarrow.parquet as pq
 
-        return pq.ParquetFile(str(self.path), memory_map=False, pre_buffer=False)
+        file = pq.ParquetFile(str(self.path), memory_map=False, pre_buffer=False, metadata=self._metadata)
+        self._metadata = file.metadata
+        return file
 
     def _check_metadata(self, descriptor: int, size: int) -> None:
         metadata = self._open().metadata

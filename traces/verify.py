@@ -154,3 +154,4 @@ def _check_routing(rank: RankFolder, seal: SealSummary) -> None:
                 if (data[name] < -1).any() or (data[name] >= info.num_experts).any():
                     raise TraceError(f"{where}: {name} holds an id outside -1 to {info.num_experts - 1}")
         start += count
+    file.forget()
