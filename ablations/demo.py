@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +79,12 @@ def run_demo(
     with _in_place_of(target) as aside:
         seconds: dict[str, float] = {}
         with _timed(seconds, "record"):
-            run = record_preset(preset, aside / "demo.trace")
+            run = record_preset(
+                preset, aside / "demo.trace", notify=lambda text: say(text.replace(str(aside), str(target)))
+            )
         with _timed(seconds, "replay"):
             result = _replay(preset, aside)
+            result.provenance["trace"]["path"] = str(target / "demo.trace")
             selfcheck = result.selfcheck(preset.trained_recipe()).message
         with _timed(seconds, "report"):
             verdict = _report(preset, aside, result, selfcheck, run)
@@ -90,8 +93,13 @@ def run_demo(
     return DemoResult(target, verdict, selfcheck, run, seconds, peak_memory_bytes())
 
 
-def record_preset(preset: Ablation, path: str | Path, at: RecordAt | None = None) -> TrainResult:
-    """Train the preset's model from its seed and record it into the new trace `path`; `at` overrides the preset's."""
+def record_preset(
+    preset: Ablation, path: str | Path, at: RecordAt | None = None, *, notify: Callable[[str], None] = say
+) -> TrainResult:
+    """Train the preset's model from its seed and record it into the new trace `path`; `at` overrides the preset's.
+
+    `notify` receives what the recorder has to say.
+    """
     import torch
 
     from ablations.data.corpus import stdlib_corpus
@@ -108,7 +116,7 @@ def record_preset(preset: Ablation, path: str | Path, at: RecordAt | None = None
         return corpus.batch(preset.seed, step, preset.batch, preset.length, micro_step)
 
     with (
-        Recorder(path, model, optimizer, at=at or preset.record_at()) as reel,
+        Recorder(path, model, optimizer, at=at or preset.record_at(), notify=notify) as reel,
         progress_bar("train and record", preset.steps) as advance,
     ):
 

@@ -65,6 +65,8 @@ def test_the_last_lines_name_report_verdict_and_three_commands(finished: demo.De
     assert len([line for line in lines if line.startswith("  gradreel ")]) == 3
     assert len(finished.verdict.splitlines()) == 1
     assert OPEN_LOOP_NOTE in page
+    assert str(finished.trace) in page
+    assert ".demo-" not in page
     assert finished.verdict[:30] in page
 
 
@@ -88,7 +90,7 @@ def test_a_rerun_replaces_a_finished_demo_and_nothing_else(
     tiny: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def quick(folder: Path, content: str) -> None:
-        monkeypatch.setattr(demo, "record_preset", lambda preset, path: (path.parent / "new").write_text(content))
+        monkeypatch.setattr(demo, "record_preset", lambda preset, path, **_: (path.parent / "new").write_text(content))
         monkeypatch.setattr(demo, "_replay", lambda preset, folder: _MadeUp())
         monkeypatch.setattr(demo, "_report", lambda *a: "verdict")
         demo.run_demo(folder, preset=tiny)
@@ -116,7 +118,7 @@ def test_a_demo_that_fails_leaves_the_old_one_whole(
     target.mkdir()
     (target / "demo.json").write_text(json.dumps({"made_by": "gradreel demo"}))
 
-    def fails(preset: Ablation, path: Path) -> None:
+    def fails(preset: Ablation, path: Path, **_: object) -> None:
         path.mkdir()
         raise KeyboardInterrupt
 
@@ -144,6 +146,9 @@ class _MadeUp:
     """What the demo asks of a replay and of its self-check."""
 
     message = "made up"
+
+    def __init__(self) -> None:
+        self.provenance: dict[str, dict[str, str]] = {"trace": {}}
 
     def selfcheck(self, recipe: object) -> "_MadeUp":
         return self
