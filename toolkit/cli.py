@@ -16,7 +16,6 @@ from traces.console import CheckFailed, example, out, say
 from traces.errors import GradreelError, unknown
 
 if TYPE_CHECKING:
-    from toolkit.replay import ReplayResult
     from traces.registry import Registry
 
 #: What a replay runs where no recipe is named.
@@ -112,6 +111,7 @@ def replay(
     _load_plugins(plugin)
     from toolkit.replay import replay as run_replay
     from toolkit.replay import selfcheck
+    from toolkit.report._summary import print_summary
 
     opened = _open(trace)
     if check:
@@ -134,7 +134,7 @@ def replay(
         seed=seed,
         out=out_file or _default_out(trace, "replay"),
     )
-    _show(result)
+    print_summary(out(), result.frame, notes=result.notes, path=result.path)
 
 
 def compare(
@@ -156,6 +156,7 @@ def compare(
     """Show how far the updates and weights of recipes are from each other on one trace, pair by pair."""
     _load_plugins(plugin)
     from toolkit.replay import compare as run_compare
+    from toolkit.report._summary import print_summary
 
     result = run_compare(
         _open(trace),
@@ -170,7 +171,7 @@ def compare(
         seed=seed,
         out=out_file or _default_out(trace, "compare"),
     )
-    _show(result)
+    print_summary(out(), result.frame, notes=result.notes, path=result.path)
 
 
 def report(
@@ -405,20 +406,3 @@ def _steps(text: str | None) -> tuple[int | None, int | None] | None:
     if not mark:
         raise GradreelError(f"--steps {text!r} is not FIRST:LAST; write --steps 10:20, --steps 10: or --steps :20")
     return ends
-
-
-def _show(result: ReplayResult) -> None:
-    """The summary as tables of 80 columns, then notes, then where the Frame is."""
-    from toolkit.frame import OPEN_LOOP_NOTE
-    from toolkit.report._summary import diverged, other_roles, summary_tables
-
-    frame, console = result.frame, out()
-    for table in summary_tables(frame):
-        console.print(table)
-        console.print()
-    if roles := other_roles(frame):
-        console.print(f"Roles in the file only: {', '.join(roles)}", markup=False)
-    for note in (*result.notes, *diverged(frame)):
-        console.print(f"Note: {note}", markup=False)
-    console.print(f"{OPEN_LOOP_NOTE}.", markup=False)
-    console.print(f"Frame: {result.path} ({frame.height} rows)", markup=False, soft_wrap=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -297,6 +299,24 @@ def test_cost_rows(plain_run):
     assert costs["adamw", "experts.up", "pinned_gradient_bytes"] == 0
     assert costs["mesh", "experts.up", "pinned_gradient_bytes"] == 4 * 10 * 6 * 4
     assert costs["mesh", "experts.up", "step_ms"] > 0
+
+
+def test_step_ms_is_the_mean_over_all_steps_but_the_first(plain_run, monkeypatch):
+    from toolkit.replay import _walk
+
+    readings = iter(range(10_000))
+
+    def perf_counter():
+        """Read before and after each step of two parameters in turn: the n-th step of either takes n^2 seconds."""
+        reading = next(readings)
+        return float((reading // 4 + 1) ** 2) if reading % 2 else 0.0
+
+    monkeypatch.setattr(_walk, "time", SimpleNamespace(perf_counter=perf_counter))
+    params = ["norm.weight", "attn.weight"]
+    frame = replay(plain_run.path, "adamw", ["step_ms"], params=params).frame
+    expected = 1e3 * sum(n**2 for n in range(2, 13)) / 11
+    values = dict(frame.select("param", "value").rows())
+    assert values == {name: pytest.approx(expected) for name in params}
 
 
 def test_presence_and_counts_reach_the_recipe(plain_run, monkeypatch):

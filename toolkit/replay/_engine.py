@@ -251,7 +251,7 @@ def _cost(track: Track) -> dict[str, Any]:
     return {
         "state_bytes": track.stepper.state_bytes,
         "pinned_gradient_bytes": track.stepper.pinned_gradient_bytes,
-        "step_ms": 1e3 * track.seconds / track.steps_taken if track.steps_taken else None,
+        "step_ms": track.step_ms,
     }
 
 

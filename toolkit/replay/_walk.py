@@ -66,7 +66,8 @@ class Track:
         self.before = torch.empty_like(self.weight)
         self.seed = seed
         self.lr_scale = entrant.recipe.chain_for(subject.cut).lr_scale
-        self.seconds, self.steps_taken = 0.0, 0
+        self.step_ms: float | None = None
+        self.steps_taken = 0
         self.alive = True
         self.broken: np.ndarray = np.zeros(_slices(subject), dtype=bool)
         self.diverged: list[tuple[int, int | None]] = []
@@ -87,7 +88,8 @@ class Track:
         else:
             update = self._step(self.weight, moment, lr, want.update)
             lr *= self.lr_scale
-        self.seconds += time.perf_counter() - began
+        # The first step compiles kernels and fills caches, which no later one does: it is not timed.
+        self.step_ms = 1e3 * (time.perf_counter() - began) if self.steps_taken else None
         self.steps_taken += 1
         self._watch(moment.step)
         return Outcome(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
+from toolkit.frame import OPEN_LOOP_NOTE
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 #: The role shown where the frame has it: the question is about routed experts.
@@ -20,11 +24,25 @@ _SUMMARY_FLAGS = ("", "mean")
 _ADDED_UNITS = ("B", "ms")
 
 
-def summary_tables(frame: pl.DataFrame) -> Iterator[Table]:
+def print_summary(
+    console: Console, frame: pl.DataFrame, *, notes: Iterable[str] = (), path: Path | None = None
+) -> None:
+    """The tables, then notes and what diverged, the open-loop sentence, and where the Frame is."""
+    for part in summary(frame):
+        console.print(part, markup=False)
+    if roles := other_roles(frame):
+        console.print(f"Roles in the file only: {', '.join(roles)}", markup=False)
+    for note in (*notes, *diverged(frame)):
+        console.print(f"Note: {note}", markup=False)
+    console.print(f"{OPEN_LOOP_NOTE}.", markup=False)
+    console.print(f"Frame: {path} ({frame.height} rows)", markup=False, soft_wrap=True)
+
+
+def summary(frame: pl.DataFrame) -> Iterator[Table | str]:
     """First what the trace alone says, by role; then one row per recipe for the main role, five metrics a table.
 
-    A cell is the mean over steps, parameters and layers (of the `mean` rows where experts were summarised); of several
-    lags the smallest is shown.
+    A cell is the mean over steps, then over parameters or layers, of the `mean` rows where experts were summarised. Of
+    several lags the smallest is shown.
     """
     values = _means(frame)
     recorded = values.filter(pl.col("recipe").is_null())
@@ -36,8 +54,9 @@ def summary_tables(frame: pl.DataFrame) -> Iterator[Table]:
         return
     role = MAIN_ROLE if MAIN_ROLE in roles else roles[0]
     order = replayed["recipe"].unique(maintain_order=True).to_list()
-    title = f"Recipes, role {role}, mean over steps (bytes and ms: sum over parameters)"
-    yield from _tables(title, replayed.filter(pl.col("role") == role), "recipe", order)
+    shown = replayed.filter(pl.col("role") == role)
+    added = " (bytes and ms: sum over parameters)" if shown["unit"].is_in(_ADDED_UNITS).any() else ""
+    yield from _tables(f"Recipes, role {role}, mean over steps{added}", shown, "recipe", order)
 
 
 def other_roles(frame: pl.DataFrame) -> list[str]:
@@ -72,14 +91,11 @@ def number(value: float | None, unit: str = "1") -> str:
 
 def _means(frame: pl.DataFrame) -> pl.DataFrame:
     kept = frame.filter(pl.col("flag").cast(pl.String).is_in(_SUMMARY_FLAGS) & pl.col("value").is_not_null())
-    value = (
-        pl.when(pl.col("unit").is_in(_ADDED_UNITS))
-        .then(pl.col("value").sum())
-        .otherwise(pl.col("value").mean())
-        .first()
-    )
     keys = ["recipe", "role", "metric", "lag"]
-    means = kept.group_by(*keys, maintain_order=True).agg(value.alias("value"), pl.col("unit").first())
+    steps = kept.group_by(*keys, "param", maintain_order=True).agg(pl.col("value").mean(), pl.col("unit").first())
+    added = pl.col("unit").first().is_in(_ADDED_UNITS)
+    value = pl.when(added).then(pl.col("value").sum()).otherwise(pl.col("value").mean())
+    means = steps.group_by(*keys, maintain_order=True).agg(value.alias("value"), pl.col("unit").first())
     smallest = pl.col("lag").is_null() | (pl.col("lag") == pl.col("lag").min().over("metric"))
     return means.filter(smallest).with_columns(pl.col("role").cast(pl.String).fill_null("layer"))
 
@@ -89,16 +105,15 @@ def _roles(values: pl.DataFrame) -> list[str]:
     return sorted(found, key=lambda role: (role != MAIN_ROLE, role == "layer"))
 
 
-def _tables(title: str, values: pl.DataFrame, by: str, labels: list[str]) -> Iterator[Table]:
+def _tables(title: str, values: pl.DataFrame, by: str, labels: list[str]) -> Iterator[Table | str]:
     from rich.table import Table
 
+    yield title
     columns = values.select("metric", "lag", "unit").unique(maintain_order=True).rows()
     cells = {(row[by], row["metric"], row["lag"]): row["value"] for row in values.iter_rows(named=True)}
     for start in range(0, len(columns), VALUES_PER_TABLE):
         part = columns[start : start + VALUES_PER_TABLE]
-        table = Table(
-            title=None if start else title, title_justify="left", box=None, pad_edge=False, header_style="bold"
-        )
+        table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("\n".join(by.split("_")), no_wrap=False, overflow="fold", max_width=_LABEL_WIDTH)
         for metric, lag, _ in part:
             head = metric.replace("_", "\n") + ("" if lag is None else f"\nlag {lag}")
@@ -108,3 +123,4 @@ def _tables(title: str, values: pl.DataFrame, by: str, labels: list[str]) -> Ite
             if any(value is not None for value in row):
                 table.add_row(label, *(number(v, c[2]) for v, c in zip(row, part, strict=True)))
         yield table
+        yield ""
