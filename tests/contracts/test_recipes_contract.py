@@ -124,6 +124,26 @@ def test_lr_zero_leaves_the_weight(name: str) -> None:
         assert torch.equal(weight, torch.ones(info.shape))
 
 
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_declared_temporaries_are_enough(name: str) -> None:
+    built, elements = recipe(name), 1 << 18
+    shapes = {"attention": (512, 512), "embedding": (2048, 128)}
+    steppers = [Stepper(built, ParamInfo("p", role, s, matrix_axes=(0, 1))) for role, s in shapes.items()]
+    tensors = [(torch.ones(s), torch.randn(s, generator=torch.Generator().manual_seed(0))) for s in shapes.values()]
+    for stepper, (weight, gradient) in zip(steppers, tensors, strict=True):
+        stepper.step(weight, gradient, lr=1e-3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        for stepper, (weight, gradient) in zip(steppers, tensors, strict=True):
+            stepper.step(weight, gradient, lr=1e-3)
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert peak / (4 * elements) <= built.temporaries["ours"] + 0.1
+
+
 @pytest.mark.parametrize("name", VARIANTS.names())
 def test_variant_changes_a_recipe_or_raises(name: str) -> None:
     variant = VARIANTS.get(name)

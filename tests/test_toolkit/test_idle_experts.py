@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -168,3 +171,22 @@ def test_all_experts_idle_is_no_step() -> None:
     assert update is not None
     assert not update.any()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("name", [*RECIPE_NAMES, "skewadam(paper_exact=True)", "sinkgd+regrouped(stacked)"])
+def test_blocks_of_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("toolkit.recipes._stepper")
+    built, results = recipe(name), []
+    for block in (1 << 24, 2 * M * N, 1):
+        monkeypatch.setattr(module, "BLOCK", block)
+        for busy in ([NONZERO] * E, [NONZERO, ZERO, NONZERO, NONZERO]):
+            info = dataclasses.replace(INFO, dtype="bfloat16")
+            stepper, weight = Stepper(built, info), _start().to(torch.bfloat16)
+            updates = [
+                stepper.step(weight, g.to(torch.bfloat16), lr=built.lr, presence=busy, want_update=True)
+                for g in _gradients(3, idle=() if busy[1] == NONZERO else (1,))
+            ]
+            results.append((weight, torch.stack(updates)))  # type: ignore[arg-type]
+    for index, (weight, updates) in enumerate(results[2:]):
+        torch.testing.assert_close(updates, results[index % 2][1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, results[index % 2][0], rtol=1e-2, atol=1e-3)

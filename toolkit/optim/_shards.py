@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.recipes import Recipe
+from toolkit.recipes._stepper import couples_experts
 from traces.errors import GradreelError
 from traces.views import ParamInfo
 
@@ -56,9 +57,3 @@ class Shard:
 
         mine = distribute_tensor(weight, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(mine.to_local())
-
-
-def couples_experts(stage: Any) -> bool:
-    """Whether a stage lets one expert influence another."""
-    view = stage.options.get("view")
-    return stage.options.get("clip_scope") == "tensor" or (view is not None and view.joins_experts)

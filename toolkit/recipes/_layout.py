@@ -44,6 +44,11 @@ class Layout:
         return tensor.reshape(self.permuted).permute(self.inverse)
 
     @property
+    def flattened(self) -> bool:
+        """Whether `canonical` may have to copy."""
+        return self._keep is not None
+
+    @property
     def canonical_shape(self) -> tuple[int, ...]:
         """The shape stages and slots see."""
         if self._keep is None:
@@ -57,6 +62,27 @@ class Layout:
     def experts(self) -> int:
         """E, or 1 where no axis enumerates experts."""
         return self.permuted[0] if self.expert_stacked else 1
+
+
+#: Some experts of a stack: all (None), a run of them, or those with the given ids.
+Part = slice | Tensor | None
+
+
+def take(tensor: Tensor, part: Part, per_expert: bool = True) -> Tensor:
+    """The experts of `part`: a view for a run of them, a copy for ids; the tensor itself if it has no expert axis."""
+    if part is None or not per_expert:
+        return tensor
+    return tensor[part] if isinstance(part, slice) else tensor.index_select(0, part.to(tensor.device))
+
+
+def put(tensor: Tensor, part: Part, values: Any) -> None:
+    """Write the experts of `part`."""
+    if isinstance(part, Tensor):
+        tensor.index_copy_(0, part.to(tensor.device), values)
+    elif part is None:
+        tensor.copy_(values)
+    else:
+        tensor[part] = values
 
 
 def presence_masks(presence: Any, experts: int, name: str) -> tuple[Tensor | None, Tensor | None]:

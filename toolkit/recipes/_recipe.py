@@ -27,8 +27,9 @@ class Recipe:
 
     `groups` maps a role, `"1-D"` or `"rest"` to a chain; for one parameter the order is: role + "/1-D" if its matrices
     have fewer than two axes, "1-D", the role, "rest". `lr` is the default base rate. `idle` says what happens to an
-    expert without tokens (DESIGN section 5). `temporaries` counts parameter-sized float32 temporaries of one step, of
-    the original code and of this one.
+    expert without tokens (DESIGN section 5). `temporaries` counts parameter-sized float32 temporaries at the peak of
+    one step, of the original code (or of this one where none was measured) and of this one; stacks of experts are
+    stepped in blocks, so theirs are smaller still.
     """
 
     name: str

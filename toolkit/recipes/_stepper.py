@@ -6,21 +6,24 @@ mean the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.recipes._layout import Layout, presence_masks
+from toolkit.recipes._layout import Layout, Part, presence_masks, put, take
 from toolkit.recipes._random import SlicedRng
 from toolkit.recipes._recipe import IdlePolicy, Recipe
-from toolkit.stages import Chain, Context, Ratio, Slot
+from toolkit.stages import Chain, Context, Ratio, Slot, Stage
 from toolkit.stages._rng import CounterRng
 from toolkit.stages._within import slots_of_stages
 from traces.errors import GradreelError
 from traces.views import ParamInfo
 
+#: Elements of a stack of experts that are stepped at once.
+BLOCK = 1 << 24
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 STEP = "step"
 
@@ -46,6 +49,12 @@ def counter_shape(recipe: Recipe, chain: Chain, info: ParamInfo) -> tuple[int, .
     if not (chain.counts_steps or rounds):
         return None
     return (info.shape[info.expert_axis],) if info.expert_axis is not None and recipe.idle == "skip" else ()
+
+
+def couples_experts(stage: Stage) -> bool:
+    """Whether a stage lets one expert influence another."""
+    view = stage.options.get("view")
+    return stage.options.get("clip_scope") == "tensor" or (view is not None and view.joins_experts)
 
 
 class Stepper:
@@ -124,45 +133,37 @@ class Stepper:
         if chosen is not None and not bool(chosen.any()):
             return torch.zeros_like(self.layout.restore(x)) if want_update else None
         moving = busy if self.idle == "decay" and self.is_expert else None
-        if chosen is None or not self.layout.expert_stacked:
-            update = self._run(w, x, self._own_slots(None), None, lr, moving, tokens_per_expert, gradient_in_buffer)
-            full = update
-        else:
-            ids = chosen.nonzero().flatten().to(w.device)
-            part, slots = w.index_select(0, ids), self._own_slots(ids)
-            moving = moving[chosen] if moving is not None else None
-            tokens = None if tokens_per_expert is None else torch.as_tensor(tokens_per_expert)[chosen]
-            update = self._run(part, x.index_select(0, ids), slots, chosen, lr, moving, tokens, gradient_in_buffer)
-            w.index_copy_(0, ids, part)
-            for key, tensor in slots.items():
-                if self._per_expert[key]:
-                    self.state[key].index_copy_(0, ids, tensor)
-            full = torch.zeros_like(x).index_copy_(0, ids, update) if want_update else update
-        if self.layout._keep is not None:
+        tokens = None if tokens_per_expert is None else torch.as_tensor(tokens_per_expert)
+        count, serial = self._advance(chosen)
+        rng = self.rng or CounterRng(self.seed, serial, self.info.name)
+        full = torch.zeros_like(x) if want_update else None
+        for part in self._parts(chosen, x):
+            piece, slots = take(w, part), {k: take(t, part, self._per_expert[k]) for k, t in self._slot_items()}
+            ctx = Context(
+                weight=piece,
+                lr=float(lr) * self.chain.lr_scale,
+                step=take(count, part) if isinstance(count, Tensor) else count,
+                rng=self._random(rng, part, x),
+                expert_stacked=self.layout.expert_stacked,
+                tokens_per_expert=None if tokens is None else take(tokens, part),
+                gradient_in_buffer=gradient_in_buffer,
+            )
+            moves = None if moving is None else take(moving, part)
+            update = self._run(take(x, part), slots, ctx, moves, want_update)
+            if isinstance(part, Tensor):
+                put(w, part, piece)
+                for key, tensor in slots.items():
+                    if self._per_expert[key]:
+                        put(self.state[key], part, tensor)
+            if full is not None:
+                put(full, part, update)
+        if self.layout.flattened:
             weight.copy_(self.layout.restore(w))
-        return self._as_own(full, gradient) if want_update else None
+        return None if full is None else self.layout.restore(full)
 
     def _run(
-        self,
-        weight: Tensor,
-        x: Tensor,
-        slots: dict[str, Tensor],
-        chosen: Tensor | None,
-        lr: float,
-        moving: Tensor | None,
-        tokens: Any,
-        in_buffer: bool,
-    ) -> Tensor:
-        count, serial = self._advance(chosen)
-        ctx = Context(
-            weight=weight,
-            lr=float(lr) * self.chain.lr_scale,
-            step=count,
-            rng=self._random(serial, chosen, x),
-            expert_stacked=self.layout.expert_stacked,
-            tokens_per_expert=None if tokens is None else torch.as_tensor(tokens),
-            gradient_in_buffer=in_buffer,
-        )
+        self, x: Tensor, slots: dict[str, Tensor], ctx: Context, moving: Tensor | None, want_update: bool
+    ) -> Tensor | None:
         parts = slots_of_stages(self.chain.stages, self._keys, slots)
         update: Any = x
         for stage, mine in zip(self.chain.stages[:-1], parts, strict=False):
@@ -171,20 +172,37 @@ class Stepper:
             self.chain.stages[-1](update, parts[-1], ctx)
         else:
             update = self._apply_some(update, parts[-1], ctx, moving)
-        direction = update.direction() if isinstance(update, Ratio) else update
-        direction = direction.clone() if in_buffer or any(direction is s for s in slots.values()) else direction
+        direction = update.direction() if want_update and isinstance(update, Ratio) else update
+        if want_update:
+            # A copy, since the slot it may be is about to decay.
+            direction = direction.clone()
         for stage, mine in zip(self.chain.stages, parts, strict=True):
             for slot in stage.slots:
                 if slot.home == "grad_buffer":
                     mine[slot.name].mul_(stage.options["beta"])
-        return direction
+        return direction if want_update else None
 
-    def _random(self, serial: int, chosen: Tensor | None, x: Tensor) -> Any:
-        rng = self.rng or CounterRng(self.seed, serial, self.info.name)
-        if chosen is None and not self.first_element:
-            return rng
-        ids = None if chosen is None else chosen.nonzero().flatten().tolist()
-        return SlicedRng(rng, base=self.first_element, experts=ids, size=x[:1].numel() if ids else 0)
+    def _parts(self, chosen: Tensor | None, x: Tensor) -> Iterator[Part]:
+        # Blocks of experts, so that what stages allocate stays small beside the parameter.
+        if not self.layout.expert_stacked:
+            yield None
+            return
+        each = max(1, x[:1].numel())
+        size = self.layout.experts if any(map(couples_experts, self.chain)) else max(1, BLOCK // each)
+        if chosen is not None:
+            yield from chosen.nonzero().flatten().split(size)
+        elif size >= self.layout.experts:
+            yield None
+        else:
+            for start in range(0, self.layout.experts, size):
+                yield slice(start, min(start + size, self.layout.experts))
+
+    def _random(self, rng: Any, part: Part, x: Tensor) -> Any:
+        size = x[:1].numel() if self.layout.expert_stacked else 0
+        if isinstance(part, Tensor):
+            return SlicedRng(rng, base=self.first_element, experts=part.tolist(), size=size)
+        base = self.first_element + (0 if part is None else part.start * size)
+        return SlicedRng(rng, base=base) if base else rng
 
     def _apply_some(self, update: Any, slots: dict[str, Tensor], ctx: Context, moving: Tensor) -> Tensor:
         # Idle policy "decay": every expert's state has moved, only the busy experts' weights may.
@@ -219,12 +237,10 @@ class Stepper:
         counter += 1 if chosen is None else chosen.to(counter.dtype)
         counts = counter if chosen is None else counter[chosen]
         low, high = int(counts.min()), int(counts.max())
-        return (low if low == high else counts), int(counter.sum())
+        return (low if low == high else counter), int(counter.sum())
 
-    def _own_slots(self, ids: Tensor | None) -> dict[str, Tensor]:
-        if ids is None:
-            return {key: self.state[key] for key in self._keys}
-        return {k: self.state[k].index_select(0, ids) if self._per_expert[k] else self.state[k] for k in self._keys}
+    def _slot_items(self) -> list[tuple[str, Tensor]]:
+        return [(key, self.state[key]) for key in self._keys]
 
     def _has_expert_axis(self, slot: Slot) -> bool:
         # A slot can be taken apart by experts if its shape grows along axis 0, and only there, as experts do.
@@ -249,10 +265,6 @@ class Stepper:
         if self.info.strides is not None and _is_dense(self.info.shape, self.info.strides):
             own = torch.empty_strided(self.info.shape, self.info.strides, dtype=dtype, device=device).zero_()
         return self.layout.canonical(own)
-
-    def _as_own(self, update: Tensor, gradient: Tensor) -> Tensor:
-        own = self.layout.restore(update)
-        return own.clone() if own.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() else own
 
     def _bytes(self, home: str) -> int:
         return sum(self.state[key].nbytes for key, slot in self._slots.items() if slot.home == home)

@@ -58,7 +58,7 @@ def build(options: AdafactorOptions) -> Recipe:
         groups=groups,
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 4.0, "ours": 2.0},
+        temporaries={"original": 4.0, "ours": 3.0},
     )
 
 

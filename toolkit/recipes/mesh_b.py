@@ -45,7 +45,13 @@ def build(options: MeshBOptions) -> Recipe:
         stage("sr_sinkhorn", sweeps=options.sweeps, compat=options.compat),
         stage("apply", weight_decay=options.weight_decay, rounding=options.rounding),
     )
-    return Recipe(name="mesh_b", groups=table(options, experts), lr=options.lr, idle=options.idle)
+    return Recipe(
+        name="mesh_b",
+        groups=table(options, experts),
+        lr=options.lr,
+        idle=options.idle,
+        temporaries={"original": 2.3, "ours": 2.3},
+    )
 
 
 RECIPE = RecipeFamily(

@@ -41,7 +41,13 @@ def build(options: MeshFullStateOptions) -> Recipe:
         "adam": adam,
         "sinkhorn_of_adam": (*adam, stage("divide"), sinkhorn),
     }[options.experts]
-    return Recipe(name="mesh_full_state", groups=table(options, chain(*stages, end)), lr=options.lr, idle=options.idle)
+    return Recipe(
+        name="mesh_full_state",
+        groups=table(options, chain(*stages, end)),
+        lr=options.lr,
+        idle=options.idle,
+        temporaries={"original": 2.3, "ours": 2.3},
+    )
 
 
 RECIPE = RecipeFamily(

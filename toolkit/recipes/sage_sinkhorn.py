@@ -19,7 +19,13 @@ def build(options: SageSinkhornOptions) -> Recipe:
     experts = sinkhorn_chain(
         sweeps=options.sweeps, compat=options.compat, weight_decay=options.weight_decay, rounding=options.rounding
     )
-    return Recipe(name="sage_sinkhorn", groups=table(options, experts), lr=options.lr, idle=options.idle)
+    return Recipe(
+        name="sage_sinkhorn",
+        groups=table(options, experts),
+        lr=options.lr,
+        idle=options.idle,
+        temporaries={"original": 2.3, "ours": 2.3},
+    )
 
 
 RECIPE = RecipeFamily(

@@ -13,9 +13,12 @@ from traces.errors import GradreelError
 
 @dataclass(frozen=True)
 class SGDOptions:
-    """Switches and defaults of `torch.optim.SGD` (dampening 0). `weight_decay` is an L2 term in the gradient."""
+    """Switches of `torch.optim.SGD` (dampening 0); `weight_decay` is an L2 term in the gradient.
 
-    lr: float = 1e-3
+    torch's default rate, 0.001, hardly trains a language model; 0.1 is ours.
+    """
+
+    lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -37,7 +40,9 @@ def build(options: SGDOptions) -> Recipe:
     if options.momentum:
         stages.append(stage("heavy_ball", beta=options.momentum, nesterov=options.nesterov))
     table = chain(*stages, stage("apply", rounding=options.rounding))
-    return Recipe(name="sgd", groups={REST: table}, lr=options.lr, idle=options.idle)
+    return Recipe(
+        name="sgd", groups={REST: table}, lr=options.lr, idle=options.idle, temporaries={"original": 0.0, "ours": 2.0}
+    )
 
 
 RECIPE = RecipeFamily(

@@ -15,7 +15,13 @@ class SinkVOptions(NormaliseThenMomentumOptions):
 
 def build(options: SinkVOptions) -> Recipe:
     """The same rule on every role."""
-    return Recipe(name="sink_v", groups=table(options, "snr"), lr=options.lr, idle=options.idle)
+    return Recipe(
+        name="sink_v",
+        groups=table(options, "snr"),
+        lr=options.lr,
+        idle=options.idle,
+        temporaries={"original": 3.1, "ours": 3.1},
+    )
 
 
 RECIPE = RecipeFamily(

@@ -14,7 +14,7 @@ from toolkit.stages._stage import Context, Ratio, Slots, Stage, defaults_of
 
 DECAYS = ("fused", "own_dtype")
 #: Elements of a narrow weight that are widened at once.
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 
 
 def apply(
