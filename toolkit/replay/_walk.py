@@ -88,8 +88,9 @@ class Track:
         else:
             update = self._step(self.weight, moment, lr, want.update)
             lr *= self.lr_scale
-        # The first step compiles kernels and fills caches, which no later one does: it is not timed.
-        self.step_ms = 1e3 * (time.perf_counter() - began) if self.steps_taken else None
+        spent_ms = 1e3 * (time.perf_counter() - began)
+        # The first step compiles kernels and fills caches, which no later one does: its time is not told.
+        self.step_ms = spent_ms if self.steps_taken else None
         self.steps_taken += 1
         self._watch(moment.step)
         return Outcome(
