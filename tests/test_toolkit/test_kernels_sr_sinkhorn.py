@@ -287,3 +287,17 @@ def test_bad_arguments_are_one_clear_line(arguments, message):
     with pytest.raises(GradreelError, match=message) as caught:
         sr_sinkhorn(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_cpu_form_needs_little_memory_beside_its_tensors():
+    import tracemalloc
+
+    x, weight = torch.randn(4, 500, 400), torch.zeros(4, 500, 400)
+    sr_sinkhorn_apply(weight, x, 0.1, backend="cpu")
+    tracemalloc.start()
+    try:
+        sr_sinkhorn_apply(weight, x, 0.1, backend="cpu")
+        extra = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert extra < 0.05 * x.nbytes

@@ -149,10 +149,13 @@ def _measure(case: Case, device: str, rounds: int) -> Iterator[dict[str, Any]]:
     for runner in runners.values():
         runner()
     times: dict[str, list[float]] = {name: [] for name in runners}
+    work: dict[str, list[float]] = {name: [] for name in runners}
     order = list(runners)
     for turn in range(rounds):
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            before = time.process_time()
             times[name].append(_time(runners[name], device))
+            work[name].append(time.process_time() - before)
     ours = times["ours"]
     share = [c / t for c, t in zip(times["copy"], ours, strict=True)]
     base = {
@@ -175,6 +178,10 @@ def _measure(case: Case, device: str, rounds: int) -> Iterator[dict[str, Any]]:
             ratios = [r / t for r, t in zip(times[name], ours, strict=True)]
             row |= {f"rival_ms_{k}": v * 1e3 for k, v in _spread(times[name]).items()}
             row |= {f"ratio_{k}": v for k, v in _spread(ratios).items()}
+            # Processor time leaves out what other programs took; one thread against one thread only.
+            if device == "cpu" and torch.get_num_threads() == 1:
+                spent = [r / t for r, t in zip(work[name], work["ours"], strict=True) if t > 0]
+                row["processor_time_ratio_p50"] = statistics.median(spent) if spent else None
         yield row
 
 

@@ -2,9 +2,9 @@
 
 Legend: x [E, m, n], w [E, m] row factors, v [E, n] column factors, P row blocks.
 
-A program takes BM rows of one expert. It sums them against v for w, reads them again, which the L2 cache answers, for
-the block's column sums, and writes those to its own line of [E, P, n]; a second kernel adds the P lines in order. So
-there are no atomics and the result does not depend on timing. Sums and factors are float64, which covers every float32
+A program takes tiles of BM rows of one expert. It sums a tile against v for w, reads it again, which the cache answers,
+for its column sums, and adds those to its own line of [E, P, n]; a second kernel adds the P lines in order. So there
+are no atomics and the result does not depend on timing. Sums and factors are float64, which covers every float32
 without scaling; the kernels wait for memory long before they wait for float64 units.
 
 bfloat16 travels as int16 bits, since the interpreter's own bfloat16 arithmetic is wrong. Programs' indices become int64
@@ -24,7 +24,7 @@ from toolkit.kernels.sr_sinkhorn import SinkhornResult, output_scale, reshape_re
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW_BLOCK, COLUMN_BLOCK = 16, 128
+ROW_BLOCK, COLUMN_BLOCK, TILES = 8, 128, 16
 
 
 @triton.jit
@@ -36,42 +36,48 @@ def _widen(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    wide = value.to(tl.float32)
+    out = value.to(tl.float32)
     if BITS:
-        pattern = wide.to(tl.int32, bitcast=True)
+        pattern = out.to(tl.int32, bitcast=True)
         nearest = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
-        return tl.where(wide == wide, nearest, 0x7FC0).to(tl.int16)
-    return wide
+        out = tl.where(out == out, nearest, 0x7FC0).to(tl.int16)
+    return out
 
 
 @triton.jit
 def sweep_kernel(  # type: ignore[no-untyped-def]
-    x, w, v, partial, m, n, FIRST: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """Row factors of one block of rows, and its column sums. x, w, v, partial: contiguous."""
+    x, w, v, partial, m, n, FIRST: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Row factors of TILES tiles of rows, and their column sums. x, w, v, partial: contiguous."""
     block, e = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    rows = block * BM + tl.arange(0, BM).to(tl.int64)
-    live = rows < m
-    base = x + (e * m + rows[:, None]) * n
-    total = tl.zeros((BM,), tl.float64)
-    for start in range(0, n, BN):
-        columns = start + tl.arange(0, BN)
-        inside = columns < n
-        t = _widen(tl.load(base + columns[None, :], mask=live[:, None] & inside[None, :], other=0), BITS)
-        if not FIRST:
-            t = t * tl.load(v + e * n + columns, mask=inside, other=0.0)[None, :]
-        total += tl.sum(t * t, axis=1)
-    # A zero row gets 0; a row with a NaN or an infinity gets NaN, and with it the whole expert, but no other.
-    good = (total > 0) & (total < float("inf"))
-    factor = tl.where(good, tl.sqrt(n / tl.where(good, total, 1.0)), tl.where(total == 0, 0.0, float("nan")))
-    tl.store(w + e * m + rows, factor, mask=live)
-    for start in range(0, n, BN):
-        columns = start + tl.arange(0, BN)
-        inside = columns < n
-        y = _widen(tl.load(base + columns[None, :], mask=live[:, None] & inside[None, :], other=0), BITS)
-        y = y * tl.where(live, factor, 0.0)[:, None]
-        tl.store(partial + (e * blocks + block) * n + columns, tl.sum(y * y, axis=0), mask=inside)
+    line = partial + (e * tl.num_programs(0) + block) * n
+    for tile in range(TILES):
+        rows = (block * TILES + tile) * BM + tl.arange(0, BM).to(tl.int64)
+        live = rows < m
+        base = x + (e * m + rows[:, None]) * n
+        total = tl.zeros((BM,), tl.float64)
+        for start in range(0, n, BN):
+            columns = start + tl.arange(0, BN)
+            inside = columns < n
+            t = _widen(tl.load(base + columns[None, :], mask=live[:, None] & inside[None, :], other=0), BITS)
+            if not FIRST:
+                t = t * tl.load(v + e * n + columns, mask=inside, other=0.0)[None, :]
+            total += tl.sum(t * t, axis=1)
+        # A zero row gets 0; a row with a NaN or an infinity gets NaN, and with it the whole expert, but no other.
+        good = (total > 0) & (total < float("inf"))
+        factor = tl.where(good, tl.sqrt(n / tl.where(good, total, 1.0)), tl.where(total == 0, 0.0, float("nan")))
+        tl.store(w + e * m + rows, factor, mask=live)
+        for start in range(0, n, BN):
+            columns = start + tl.arange(0, BN)
+            inside = columns < n
+            y = _widen(tl.load(base + columns[None, :], mask=live[:, None] & inside[None, :], other=0), BITS)
+            y = y * tl.where(live, factor, 0.0)[:, None]
+            sums = tl.sum(y * y, axis=0)
+            if tile > 0:
+                sums += tl.load(line + columns, mask=inside, other=0.0)
+            tl.store(line + columns, sums, mask=inside)
+        tl.debug_barrier()  # the next tile reads the line that other threads may have written
 
 
 @triton.jit
@@ -80,7 +86,7 @@ def columns_kernel(partial, v, m, n, blocks, BN: tl.constexpr):  # type: ignore[
     columns, e = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     inside = columns < n
     total = tl.zeros((BN,), tl.float64)
-    for block in range(0, blocks):
+    for block in range(blocks):
         total += tl.load(partial + (e * blocks + block) * n + columns, mask=inside, other=0.0)
     good = total > 0
     factor = tl.where(good, tl.sqrt(m / tl.where(good, total, 1.0)), tl.where(total == 0, 0.0, float("nan")))
@@ -120,7 +126,7 @@ class _Solver:
 
         self.source, self.bits = _bits(x)
         self.experts, self.m, self.n = x.shape
-        self.blocks = triton.cdiv(self.m, ROW_BLOCK)
+        self.blocks = triton.cdiv(self.m, ROW_BLOCK * TILES)
         options: dict[str, Any] = {"dtype": torch.float64, "device": x.device}
         self.w, self.v = torch.empty((self.experts, self.m), **options), torch.empty((self.experts, self.n), **options)
         self.partial = torch.empty((self.experts, self.blocks, self.n), **options)
@@ -128,7 +134,7 @@ class _Solver:
     def sweep(self, first: bool) -> None:
         sweep_kernel[(self.blocks, self.experts)](
             self.source, self.w, self.v, self.partial, self.m, self.n, FIRST=first, BITS=self.bits, BM=ROW_BLOCK,
-            BN=COLUMN_BLOCK,
+            BN=COLUMN_BLOCK, TILES=TILES,
         )  # fmt: skip
         columns_kernel[(triton.cdiv(self.n, COLUMN_BLOCK), self.experts)](
             self.partial, self.v, self.m, self.n, self.blocks, BN=COLUMN_BLOCK
@@ -136,7 +142,7 @@ class _Solver:
 
     def write(self, target: Tensor, scale: float, kept: float, step: bool) -> None:
         goal, bits = _bits(target)
-        write_kernel[(self.blocks, self.experts, triton.cdiv(self.n, COLUMN_BLOCK))](
+        write_kernel[(triton.cdiv(self.m, ROW_BLOCK), self.experts, triton.cdiv(self.n, COLUMN_BLOCK))](
             self.source, self.w, self.v, goal, scale, kept, self.m, self.n, STEP=step, BITS=self.bits, TARGET_BITS=bits,
             BM=ROW_BLOCK, BN=COLUMN_BLOCK,
         )  # fmt: skip
