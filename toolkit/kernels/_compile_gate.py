@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that is not there, and read off what it costs: registers, spills, shared memory.
+"""Compile every Triton kernel for a GPU that is not there, and read off its registers, spills and shared memory.
 
 Run as `python -m toolkit.kernels._compile_gate`: one JSON line per kernel and target. Needs triton, whose wheel brings
 ptxas and cuobjdump; no driver and no GPU. Must not run under TRITON_INTERPRET, which replaces the compiler.
