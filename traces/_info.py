@@ -54,7 +54,7 @@ def _facts(trace: Trace, tensor_bytes: int) -> list[tuple[str, str]]:
         ("trace", f"{trace.path} ({trace.id}, format {trace.header.format_version}, {state})"),
         ("model", clip_text(run.get("model", "not stated"))),
         ("optimizer", clip_text(run.get("optimizer", run.get("optimizer_class", "not stated")))),
-        ("recorded steps", f"{len(trace.steps)} of {len(trace.all_steps)} seen{': ' + shown if shown else ''}"),
+        ("recorded steps", f"{len(trace.steps)} of {_seen(trace)} seen{': ' + shown if shown else ''}"),
         ("bursts", "one unbroken run" if len(bursts) == 1 else f"{len(bursts)} runs of consecutive steps"),
         ("policy", _policy(trace.header.record)),
         ("size", f"{format_bytes(_folder_bytes(trace.path))}, tensors {format_bytes(tensor_bytes)}"),
@@ -64,6 +64,15 @@ def _facts(trace: Trace, tensor_bytes: int) -> list[tuple[str, str]]:
     if trace.lost_steps:
         facts.append(("lost steps", f"{trace.lost_steps} could not be written"))
     return facts
+
+
+def _seen(trace: Trace) -> int:
+    """How many optimizer steps the trace knows of; the closing snapshot of the weights is none."""
+    steps = trace.all_steps
+    if not steps or steps[-1] not in trace.weight_steps():
+        return len(steps)
+    last = trace._ranks[0].step(steps[-1])
+    return len(steps) - (not last.recorded and not last.skipped and "lr" not in last.scalars)
 
 
 def clip_text(value: Any, width: int = 200) -> str:

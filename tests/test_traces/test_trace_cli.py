@@ -37,7 +37,7 @@ def test_info_shows_what_is_there(sound: Path) -> None:
     assert code == 0
     for text in (
         "synthetic",
-        "20 of 21 seen: 1 to 20",
+        "20 of 20 seen: 1 to 20",
         "finished",
         "gradient",
         "routing",
