@@ -164,6 +164,15 @@ def _subtract(x, w, v, scale, kept, weight):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _subtract_narrow(x, w, v, kept, weight):  # type: ignore[no-untyped-def]
+    """`_subtract` with float32 factors: its extra rounding vanishes in that of the weight."""
+    for i in range(x.shape[0]):
+        line, row, factor = x[i], weight[i], w[i]
+        for j in range(x.shape[1]):
+            row[j] = narrow(widen(row[j]) * kept - widen(line[j]) * factor * v[j], row)
+
+
+@jit
 def _subtract_noisy(x, w, v, scale, kept, weight, noise, key0, key1, step, base, words, uniforms, none, u):  # type: ignore[no-untyped-def]
     """`_subtract` with random rounding of bfloat16, row by row."""
     for i in range(x.shape[0]):
@@ -238,6 +247,12 @@ def _solve_split(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> 
             s.w_out[at], s.v_out[at] = s.w_wide, s.v_wide
             at += 1
     return True
+
+
+def _ordinary(factors: np.ndarray, scale: float) -> bool:
+    """Whether the factors, times `scale`, are well inside float32's range."""
+    size = np.abs(factors) * abs(scale)
+    return bool(size.max(initial=0.0) < 1e18 and size.min(initial=1.0, where=size > 0) > 1e-18)
 
 
 def _row_parts(rows: int, size: int) -> list[tuple[int, int]]:
@@ -356,7 +371,11 @@ def apply(
                 ranges = []
             else:
                 ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
-            in_threads([partial(_subtract, matrix[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
+            if _ordinary(w, scale) and _ordinary(v, 1.0):
+                w32, v32, kept32 = (w * scale).astype(np.float32), v.astype(np.float32), np.float32(kept)
+                in_threads([partial(_subtract_narrow, matrix[a:b], w32[a:b], v32, kept32, own[a:b]) for a, b in ranges])
+            else:
+                in_threads([partial(_subtract, matrix[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
             if own is not goal:
                 goal[...] = own
 
