@@ -57,7 +57,31 @@ ROW_GROUP_ROWS = 65_536
 #: A file that declares more rows is read lazily by the caller, never at once by `read_frame`.
 MAX_ROWS = 50_000_000
 _PROVENANCE_KEY = "gradreel.provenance"
+_PARQUET_MAGIC = b"PAR1"
 _CHOICES: dict[str, frozenset[str | None]] = {"role": frozenset(ROLES) | {None}, "flag": frozenset(FLAGS)}
+
+
+def check_target(path: Path, kind: str, beginnings: tuple[bytes, ...]) -> None:
+    """Refuse to write `kind` over anything but a file of its own kind: one that is empty or starts as given.
+
+    A folder, a device, a file inside a trace and a file of another kind raise `GradreelError`.
+    """
+    place = f"cannot write {kind} to {str(path)!r}"
+    try:
+        if path.is_dir():
+            raise GradreelError(f"{place}: it is a folder; give a file name")
+        if any((folder / "rank-00000").is_dir() for folder in path.absolute().parents[:2]):
+            raise GradreelError(f"{place}: it lies inside a trace, whose files never change; name one outside")
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise GradreelError(f"{place}: it is no ordinary file; give another name")
+        with path.open("rb") as file:
+            head = file.read(256).lower()
+    except OSError as error:
+        raise GradreelError(f"{place}: {error.strerror or error}; give another name") from None
+    if head and not head.lstrip().startswith(tuple(each.lower() for each in beginnings)):
+        raise GradreelError(f"{place}: it holds something else, which would be lost; remove it or give another name")
 
 
 def empty_frame() -> pl.DataFrame:
@@ -92,9 +116,15 @@ class FrameWriter:
         self._parquet: Any = None
         self._closed = False
         if self.path is not None:
-            if self.path.is_dir():
-                raise GradreelError(f"cannot write a frame to {str(self.path)!r}: it is a folder; give a file name")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_target(self.path, "a frame", (_PARQUET_MAGIC,))
+            try:  # made now: a path that cannot be written is told before hours of work
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._partial.touch()
+            except OSError as error:
+                raise GradreelError(
+                    f"cannot write a frame to {str(self.path)!r}: {error.strerror or error}; "
+                    "name a file in a folder you may write"
+                ) from None
 
     @property
     def _partial(self) -> Path:
@@ -159,6 +189,7 @@ class FrameWriter:
         self._closed = True
         if self._parquet is not None:
             self._parquet.close()
+        if self.path is not None:
             self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> FrameWriter:
@@ -236,7 +267,8 @@ def _footer(path: str | Path) -> Any:
     import pyarrow.parquet as pq
 
     if not Path(path).is_file():
-        raise GradreelError(f"frame {str(path)!r} does not exist; give the parquet file that replay wrote")
+        what = "is no ordinary file" if Path(path).exists() else "does not exist"
+        raise GradreelError(f"frame {str(path)!r} {what}; give the parquet file that replay wrote")
     try:
         with pq.ParquetFile(path) as file:
             return file.metadata

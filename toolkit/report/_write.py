@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from toolkit.frame import OPEN_LOOP_NOTE
+from toolkit.frame import OPEN_LOOP_NOTE, check_target
 from toolkit.plots import PLOTS, Plot
 from toolkit.plots._save import inline_svg, png_bytes
 from toolkit.plots._select import tidy
@@ -134,8 +133,7 @@ def _replacing(target: Path) -> Iterator[Path]:
     """
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        check_target(target, "the report", (b"<!doctype html", b"<html"))
         target.parent.mkdir(parents=True, exist_ok=True)
         aside.touch()
         yield aside
