@@ -19,6 +19,7 @@ _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000*
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 _TENSOR_STREAMS = ("gradient", "grad_buffer")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
+_MOST = 1 << 53  # what the header of a trace can hold
 _BACKBONE = tuple(r for r in ROLES if r not in ("router", "router_bias", "routed_expert"))
 
 
@@ -73,8 +74,8 @@ class RecordAt:
     budget: str | int | None = "10GiB"
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise GradreelError(f"every is {self.every!r}, it must be a whole number of steps, 1 or more")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or not 1 <= self.every <= _MOST:
+            raise GradreelError(f"every is {clip(self.every)}, it must be a whole number of steps, 1 to 2^53")
         if self.bursts is not None:
             self._set("bursts", self._checked_bursts())
         self._set("roles", _names("role", self.roles, (*ROLES, "backbone", "all")))
@@ -93,8 +94,10 @@ class RecordAt:
     def _checked_bursts(self) -> tuple[int, int]:
         pair = tuple(self.bursts) if isinstance(self.bursts, Sequence) and not isinstance(self.bursts, str) else ()
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
-        if len(pair) != 2 or not whole or not 1 <= pair[0] <= pair[1]:
-            raise GradreelError(f"bursts is {self.bursts!r}, it must be (length, period) with 1 <= length <= period")
+        if len(pair) != 2 or not whole or not 1 <= pair[0] <= pair[1] <= _MOST:
+            raise GradreelError(
+                f"bursts is {clip(self.bursts)}, it must be (length, period) with 1 <= length <= period <= 2^53"
+            )
         if self.every != 1:
             raise GradreelError(
                 f"every={self.every} with bursts={pair}: a burst records consecutive steps; give one of the two"
@@ -105,13 +108,13 @@ class RecordAt:
         value = self.experts
         if isinstance(value, str) and value == "all":
             return value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST:
             return value
         if isinstance(value, Sequence) and not isinstance(value, str):
             ids = tuple(value)
             if (
                 ids
-                and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+                and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MOST for i in ids)
                 and len(set(ids)) == len(ids)
             ):
                 return tuple(sorted(ids))
@@ -241,6 +244,8 @@ class RecordAt:
 
 
 def _names(kind: str, value: Any, choices: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(value, str | Iterable):
+        raise GradreelError(f"{kind}s is {clip(value)}; name at least one of {', '.join(choices)}")
     names = (value,) if isinstance(value, str) else tuple(value)
     if not names:
         raise GradreelError(f"{kind}s is empty; name at least one of {', '.join(choices)}")
