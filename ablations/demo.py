@@ -164,7 +164,7 @@ def _replay(preset: Ablation, folder: Path) -> Any:
         preset.recipes(),
         list(preset.metrics),
         lr={preset.baseline: "recorded"},
-        per_expert=("expert_load", "tokens_per_expert"),
+        per_expert=preset.per_expert,
         seed=preset.seed,
         memory_bytes=_REPLAY_MEMORY_BYTES,
     )

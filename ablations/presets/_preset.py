@@ -21,7 +21,8 @@ class Ablation:
 
     `question` is what the run is meant to answer, `decides` what would answer it. The model is trained on the offline
     corpus with AdamW (the baseline), `batch` sequences of `length` bytes a step, peak `lr` reached after `warmup` steps
-    and then a cosine. `arms` are the recipes the recorded run is replayed through, `metrics` what is measured on them.
+    and then a cosine. `arms` are the recipes the recorded run is replayed through, `metrics` what is measured on them,
+    `per_expert` those of which the frame keeps a row per expert instead of summaries over experts.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Ablation:
     seed: int = 0
     baseline: str = "adamw"
     roles: tuple[str, ...] = ("router", "routed_expert")
+    per_expert: tuple[str, ...] = ("expert_load", "tokens_per_expert")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length"):
