@@ -21,6 +21,8 @@ _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
 _TAIL_BYTES = 78
 IGNORABLE_PREFIX = "x_"
 MAX_TEXT = 4096
+MAX_NAME = 512
+MAX_VALUE_TEXT = 16 * MAX_TEXT
 _INT64 = 1 << 63
 _MISSING = object()
 
@@ -97,11 +99,16 @@ def load_signed(path: Path, limit: int) -> tuple[dict[str, Any], str]:
 
 
 def encode_value(value: Any, where: str, depth: int = 0) -> Any:
-    """Turn metadata into JSON values; a float that is not finite becomes `{"nonfinite": "nan" | "inf" | "-inf"}`."""
+    """Turn metadata into JSON values; a float that is not finite becomes `{"nonfinite": "nan" | "inf" | "-inf"}`.
+
+    What `decode_value` would refuse raises `TraceError` here, before it is sealed where nobody can read it.
+    """
     if depth > 16:
         raise TraceError(f"{where} is nested more than 16 deep; flatten it")
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return text(value, where, MAX_VALUE_TEXT)
     if isinstance(value, dict):
         if set(value) == {"nonfinite"}:
             raise TraceError(f"{where}: the lone key 'nonfinite' is reserved; rename it")
@@ -109,7 +116,7 @@ def encode_value(value: Any, where: str, depth: int = 0) -> Any:
             raise TraceError(
                 f"{where}: keys must be text, got {clip(next(k for k in value if not isinstance(k, str)))}"
             )
-        return {key: encode_value(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        return {text(k, f"{where}: key"): encode_value(item, f"{where}.{k}", depth + 1) for k, item in value.items()}
     if isinstance(value, list | tuple):
         return [encode_value(item, where, depth + 1) for item in value]
     if not isinstance(value, int | float) and hasattr(value, "item") and getattr(value, "size", 1) == 1:
@@ -121,7 +128,7 @@ def encode_value(value: Any, where: str, depth: int = 0) -> Any:
             raise TraceError(f"{where} is {clip(value)}; integers must fit in 64 bits, store it as text")
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"nonfinite": repr(value)}
+        return value if math.isfinite(value) else {"nonfinite": repr(float(value))}  # numpy's float64 is a float
     raise TraceError(f"{where} is a {type(value).__name__}; use numbers, text, booleans, None, lists and dicts of them")
 
 
@@ -130,7 +137,7 @@ def decode_value(value: Any, where: str, depth: int = 0) -> Any:
     if depth > 16:
         raise TraceError(f"{where} is nested more than 16 deep")
     if isinstance(value, str):
-        return text(value, where, MAX_TEXT * 16)
+        return text(value, where, MAX_VALUE_TEXT)
     if isinstance(value, dict):
         if set(value) == {"nonfinite"}:
             if value["nonfinite"] not in ("nan", "inf", "-inf"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from traces._files import short
-from traces._json import Fields, clip, decode_value, encode_value, integer, load_signed, text
+from traces._json import MAX_NAME, Fields, clip, decode_value, encode_value, integer, load_signed, text
 from traces.errors import TraceError
 from traces.views import ROLES, ParamInfo
 
@@ -221,7 +221,7 @@ def _param_to_json(param: ParamInfo) -> dict[str, Any]:
 
 def _param(value: Any, where: str) -> ParamInfo:
     fields = Fields(value, where)
-    name = fields.text("name", limit=512)
+    name = fields.text("name", limit=MAX_NAME)
     if not name or not name.isprintable():
         raise TraceError(f"{where}: name {clip(name)} is empty or not printable")
     where = fields.where = f"{where} ({clip(name)})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from traces._files import short
-from traces._json import Fields, clip, decode_value, integer, load_signed, text
+from traces._json import MAX_NAME, Fields, clip, decode_value, integer, load_signed, text
 from traces.errors import TraceError
 from traces.schema import FORMAT_VERSION, MAX_HEADER_BYTES, Header, LayerInfo, check_version
 from traces.views import ParamInfo
@@ -251,7 +251,9 @@ def _sealed_step(value: Any, where: str, schema: SchemaTables) -> SealedStep:
         if any(b <= a for a, b in pairwise(chosen)):
             raise TraceError(f"{where}: experts of {clip(name)} must be strictly increasing")
         experts[name] = chosen
-    scalars = {text(k, where, 512): v for k, v in decode_value(fields.table("scalars"), f"{where}: scalars").items()}
+    scalars = {
+        text(k, where, MAX_NAME): v for k, v in decode_value(fields.table("scalars"), f"{where}: scalars").items()
+    }
     result = SealedStep(
         step=step,
         recorded=fields.flag("recorded", True),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from traces._files import short, sync_folder, take_lock, write_file
-from traces._json import clip, dump_signed, encode_value
+from traces._json import MAX_NAME, clip, dump_signed, encode_value, text
 from traces.chunks import MAX_TENSORS_PER_CHUNK, Key, check_tensor, raw_from_array, write_chunk
 from traces.errors import TraceError
 from traces.routing import check_routing, write_routing
@@ -37,6 +37,7 @@ from traces.seals import (
 from traces.views import ParamInfo
 
 _SEAL_TEXT_BYTES = 8 << 20
+_STEP_TEXT_BYTES = 4 << 20
 _PARAM_STREAMS = ("gradient", "grad_buffer", "weight")
 
 
@@ -86,6 +87,12 @@ class TraceWriter:
         if self.closed:
             raise TraceError(f"{short(self.path)} is closed; open another trace to record more")
         record, size = self._checked(record)
+        text_size = self._text_size(record)
+        if text_size > _STEP_TEXT_BYTES:
+            raise TraceError(
+                f"step {record.step} has {text_size} bytes of scalars, presence and expert ids, at most "
+                f"{_STEP_TEXT_BYTES} fit in a seal; log less"
+            )
         if self._buffered_tensors + len(record.tensors) > MAX_TENSORS_PER_CHUNK or self._is_full():
             self.flush()  # the second case: an earlier write failed and is tried again
         before = (self._last_step, self._buffered_bytes, self._buffered_tensors, self._buffered_text)
@@ -93,11 +100,11 @@ class TraceWriter:
         self._last_step = record.step
         self._buffered_bytes += size
         self._buffered_tensors += len(record.tensors)
-        self._buffered_text += self._text_size(record)
+        self._buffered_text += text_size
         if self._is_full():
             try:
                 self.flush()
-            except OSError:  # what `append` raised for is not in the trace, so a full disk does not grow the buffer
+            except Exception:  # what `append` raised for is not in the trace, so nothing grows or blocks the buffer
                 self._buffer.pop()
                 self._last_step, self._buffered_bytes, self._buffered_tensors, self._buffered_text = before
                 raise
@@ -213,6 +220,8 @@ class TraceWriter:
         for name, ids in record.experts.items():
             _check_experts(np.asarray(ids), self._param(name, f"experts at step {record.step}"), record.step)
         size += self._check_routing(record)
+        for name in record.scalars:
+            text(name, f"name of a scalar of step {record.step}", MAX_NAME)
         scalars = encode_value(record.scalars, f"scalars of step {record.step}")
         return (
             StepRecord(

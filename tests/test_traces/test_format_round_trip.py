@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from traces import open_trace
 from traces._torch import from_torch, to_torch
 from traces.chunks import ChunkFile, raw_from_array, write_chunk
+from traces.errors import TraceError
 from traces.reader import Trace
 from traces.schema import DTYPES, Header, LayerInfo, RawTensor, RoutingRecord, StepRecord
 from traces.views import ParamInfo
@@ -194,3 +195,27 @@ def test_the_worked_example_is_what_the_writer_writes(tmp_path: Path) -> None:
     raw = (folder / "chunk-000000.safetensors").read_bytes()
     head, table, data = raw[:8], raw[8:-8], raw[-8:]
     assert f"{head.hex(' ')}\n{table.decode()}|\n{data.hex(' ')}\n" in shown
+
+
+def test_numpy_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    """numpy's float64 is a float whose repr is not one."""
+    header = Header(params=(), provenance={"best": np.float64("inf")})
+    with TraceWriter(tmp_path / "a", header) as writer:
+        writer.append(StepRecord(1, scalars={"loss": np.float64("nan"), "norm": np.float32("-inf")}))
+    trace = open_trace(tmp_path / "a")
+    assert trace.header.provenance == {"best": math.inf}
+    assert trace.scalars()["nonfinite"].to_list() == ["loss=nan, norm=-inf"]
+
+
+@pytest.mark.parametrize(
+    "scalars",
+    [{"note": "\ud800"}, {"\ud800": 1}, {"n" * 513: 1}, {"note": "x" * 70_000}, {"many": ["y" * 60_000] * 80}],
+    ids=["surrogate", "surrogate name", "long name", "long text", "much text"],
+)
+def test_what_no_reader_would_take_is_refused_and_leaves_the_writer_sound(tmp_path: Path, scalars: dict) -> None:
+    with TraceWriter(tmp_path / "a", Header(), chunk_steps=1) as writer:
+        writer.append(StepRecord(1, scalars={"loss": 1.0}))
+        with pytest.raises(TraceError, match="step 2"):
+            writer.append(StepRecord(2, scalars=scalars))
+        writer.append(StepRecord(2, scalars={"loss": 2.0}))
+    assert open_trace(tmp_path / "a").scalars()["loss"].to_list() == [1.0, 2.0]
