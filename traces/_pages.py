@@ -89,7 +89,7 @@ class _Compact:
         return kind, last + delta if delta else self._signed()
 
     def _skip(self, kind: int, depth: int) -> None:
-        if depth > 8 or kind > _STRUCT:
+        if depth > 8 or kind > _STRUCT or kind == _STOP:  # a list of 2^60 elements of no size would never end
             raise BadPageError("a page header is malformed")
         if kind == _BYTE:
             self._byte()

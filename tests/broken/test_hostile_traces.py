@@ -452,6 +452,14 @@ def test_page_sizes_are_added_up(sound: Path) -> None:
             decoded_bytes(read, start, column.total_compressed_size - 1)
 
 
+def test_a_list_of_nothing_without_end_is_refused() -> None:
+    """2^60 elements of no size fit in five bytes; stepping over them one by one would take for ever."""
+    count = bytes([0xF0]) + bytes([0xFF] * 8 + [0x0F])  # a list, its length as a number of its own, element kind 0
+    header = bytes([0x19]) + count + bytes([0x00])
+    with pytest.raises(BadPageError, match="malformed"):
+        decoded_bytes(lambda offset, size: header[offset : offset + size], 0, len(header))
+
+
 def test_a_bomb_is_refused_in_little_memory(sound: Path, tmp_path: Path) -> None:
     """A routing file that is small on disk and huge when decoded must not be decoded."""
     copy = tmp_path / "c.trace"
