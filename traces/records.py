@@ -195,11 +195,13 @@ def _joined(parts: Sequence[Any]) -> np.ndarray | None:
 
 
 def total_norm(gradients: Sequence[Tensor], divisor: Tensor | None) -> Tensor | None:
-    """Norm over all gradients as a 0-d tensor, without waiting for the device; None without gradients."""
+    """Norm over all gradients as a 0-d float32 tensor, without waiting for the device; None without gradients."""
     dense = [g for g in gradients if g.layout is torch.strided and g.is_floating_point()]
     if not dense:
         return None
-    norms = torch._foreach_norm(dense)
+    # In its own type a float16 norm overflows at 65504, and a bfloat16 one has three digits.
+    wide = torch.float64 if any(g.dtype is torch.float64 for g in dense) else torch.float32
+    norms = torch._foreach_norm(dense, 2, dtype=wide)
     first = norms[0].device
     norm = torch.linalg.vector_norm(torch.stack([n.to(first, torch.float32) for n in norms]))
     return norm if divisor is None else norm / divisor

@@ -93,6 +93,10 @@ class CpuTransfer:
         """What the writer thread calls before it looks at the copies."""
         return _nothing
 
+    def mark(self) -> Callable[[], None]:
+        """What the writer thread calls before it reads a logged tensor."""
+        return _nothing
+
 
 class CudaTransfer:
     """Device to pinned host memory on a side stream; the training thread never waits for the device.
@@ -114,7 +118,9 @@ class CudaTransfer:
         self.side.wait_stream(self._main)
 
     def copy(self, source: Tensor, dtype: torch.dtype | None = None, divisor: Tensor | None = None) -> Tensor:
-        """Queue one copy and return the pinned buffer that will hold it."""
+        """Queue one copy and return the pinned buffer that will hold it; what is on the host already is copied now."""
+        if source.device.type != self.device.type:  # Adam keeps its step counters on the host
+            return self.pool.take(tuple(source.shape), dtype or source.dtype).copy_(source)
         if divisor is not None:
             source = torch.div(source, divisor)
         elif self._stage or (dtype or source.dtype) != source.dtype or not source.is_contiguous():
@@ -128,7 +134,12 @@ class CudaTransfer:
         return target
 
     def small(self, tensor: Tensor) -> Tensor:
-        """Queue the copy of a small tensor, into pinned memory that torch itself keeps for such copies."""
+        """Queue the copy of a small tensor, into pinned memory that torch itself keeps for such copies.
+
+        A tensor on the host (a user's mask, or a copy made for another optimizer of the step) is returned as it is.
+        """
+        if tensor.device.type != self.device.type:
+            return tensor
         with self.cuda.stream(self.side):
             copied = tensor.to("cpu", non_blocking=True)
         tensor.record_stream(self.side)
@@ -140,6 +151,16 @@ class CudaTransfer:
         done.record(self.side)
         if not self._stage:
             self._main.wait_event(done)  # on the device: later kernels wait, the host does not
+        wait: Callable[[], None] = done.synchronize
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """Mark what the training stream has queued so far; the result waits for it.
+
+        The writer thread reads logged tensors on a stream of its own, which does not follow the training's.
+        """
+        done = self.cuda.Event()
+        done.record(self.cuda.current_stream(self.device))
         wait: Callable[[], None] = done.synchronize
         return wait
 

@@ -15,6 +15,7 @@ import traces.spool
 from traces.errors import GradreelError
 from traces.reader import open_trace
 from traces.recorder import Recorder
+from traces.records import total_norm
 from traces.spool import BufferPool, CpuTransfer, CudaTransfer, Spool, presence_codes, raw_tensor, transfer_for
 from traces.views import NONZERO, ZERO
 
@@ -176,3 +177,23 @@ def test_spool_survives_its_work_and_counts() -> None:
         Spool(work, when_full="forget")
     with pytest.raises(GradreelError, match=r"queue_steps 0"):
         Spool(work, limit=0)
+
+
+def test_what_is_on_the_host_already_needs_no_device() -> None:
+    """Adam's step counters, a user's mask, and ids that went over for another optimizer of the same step."""
+    transfer = CudaTransfer(torch.device("cuda"), cuda=FakeCuda(), pinned=False)  # record_stream would raise here
+    transfer.begin(8)
+    counter = torch.tensor(7.0)
+    copied = transfer.copy(counter)
+    counter += 1
+    assert copied.item() == 7
+    mask = torch.tensor([True, False])
+    assert transfer.small(mask) is mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_of_narrow_gradients_is_wide(dtype: torch.dtype) -> None:
+    gradients = [torch.full((100, 100), 1000.0, dtype=dtype), torch.full((3,), 1.0, dtype=dtype)]
+    norm = total_norm(gradients, None)
+    assert norm is not None
+    assert norm.item() == pytest.approx((1e10 + 3) ** 0.5, rel=1e-5)  # beyond what float16 holds
