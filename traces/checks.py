@@ -37,7 +37,7 @@ def check_arguments(path: Path | None, at: RecordAt, on_step: Any, statistics: A
 def choose_parameters(
     infos: Sequence[ParamInfo], parameters: Mapping[str, nn.Parameter], at: RecordAt
 ) -> dict[str, nn.Parameter]:
-    """The trainable parameters whose role is recorded, by name."""
+    """The trainable parameters whose role is recorded, by name; all on one device, which the copies wait for."""
     trained = [info for info in infos if parameters[info.name].requires_grad]
     wanted = {info.name: parameters[info.name] for info in trained if at.records_role(info.role)}
     if not wanted:
@@ -49,6 +49,15 @@ def choose_parameters(
     for name, parameter in wanted.items():
         if hasattr(parameter, "to_local"):
             raise GradreelError(f"parameter {name!r} is sharded (DTensor), which cannot be recorded yet; unshard it")
+    devices = sorted({str(parameter.device) for parameter in wanted.values()})
+    if len(devices) > 1:
+        raise GradreelError(
+            f"the parameters to record lie on {', '.join(devices)}, which cannot be recorded yet; put the model on one "
+            "device, or name roles of one device in RecordAt(roles=...)"
+        )
+    for info in trained:
+        if info.name in wanted and info.expert_axis is not None and info.num_experts is not None:
+            at.choose_experts(info.num_experts)  # an id that is no expert is said now, not at each step
     return wanted
 
 

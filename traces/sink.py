@@ -72,8 +72,8 @@ class TraceSink:
                 self._spool.release()
             self._early.append(job)
             return
+        self._given += 1  # before its size: the writer thread drops the oldest size where there are more than jobs
         self._sizes.append(job.estimated_bytes)
-        self._given += 1
         self._spool.put(job, job.reserved)
 
     def drain(self) -> None:
@@ -102,19 +102,20 @@ class TraceSink:
     # on the writer thread
 
     def _write(self, job: Job) -> None:
-        record = self._assembler.record(job)
-        if time.monotonic() < self._try_again_at and not job.closing:
-            self._lose(self.first_error)
-            return
         try:
+            record = self._assembler.record(job)
+            if time.monotonic() < self._try_again_at and not job.closing:
+                self._lose(self.first_error)
+                return
             if self.writer is None:
                 assert self._header is not None
                 self.writer = TraceWriter(self.path, self._header)
             self.writer.append(record)  # what raises here was not taken
         except Exception as error:
-            # A full disk is not hammered: each try may write a whole chunk for nothing, while training waits.
-            self._pause_s = min(2 * self._pause_s or 1.0, 60.0)
-            self._try_again_at = time.monotonic() + self._pause_s
+            if isinstance(error, OSError):
+                # A full disk is not hammered: each try may write a whole chunk for nothing, while training waits.
+                self._pause_s = min(2 * self._pause_s or 1.0, 60.0)
+                self._try_again_at = time.monotonic() + self._pause_s
             self._lose(error)
             return
         self._pause_s = 0.0

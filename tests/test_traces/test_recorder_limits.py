@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import traces.writer
-from traces.errors import GradreelError
+from traces.errors import GradreelError, TraceError
 from traces.reader import open_trace
 from traces.record_at import RecordAt
 from traces.recorder import Recorder
@@ -190,3 +190,54 @@ def test_an_exception_of_the_loop_comes_out_and_the_trace_is_whole(
     trace = open_trace(tmp_path / "a")
     assert trace.finished
     assert trace.steps == [1, 2, 3]
+
+
+class Picky(traces.writer.TraceWriter):
+    """Refuses one record, as it would one that does not fit the header."""
+
+    def append(self, record: Any) -> None:
+        if record.step == 2:
+            raise TraceError("step 2 does not fit")
+        super().append(record)
+
+
+def test_a_step_that_does_not_fit_costs_no_other(
+    tmp_path: Path, make_model, batches, parts, notes, monkeypatch
+) -> None:
+    """Only the disk makes the recorder pause; what is wrong with one record says nothing about the next."""
+    monkeypatch.setattr("traces.sink.TraceWriter", Picky)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append) as reel:
+        steps(model, optimizer, batches, parts, 4)
+    trace = open_trace(tmp_path / "a")
+    assert trace.steps == [1, 3, 4]
+    assert reel.lost_steps == trace.lost_steps == 1
+    assert any("1 of 5 steps could not be written" in note and "step 2 does not fit" in note for note in notes)
+
+
+def test_what_fails_before_the_writer_is_counted_too(
+    tmp_path: Path, make_model, batches, parts, notes, monkeypatch
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append) as reel:
+        steps(model, optimizer, batches, parts, 2)
+        reel.flush()
+        monkeypatch.setattr("traces.records.presence_codes", lambda *args: 1 / 0)
+        steps(model, optimizer, batches, parts, 2)
+    assert reel.lost_steps == 2
+    assert any("ZeroDivisionError" in note for note in notes)
+    assert open_trace(tmp_path / "a").steps == [1, 2]
+
+
+def test_ids_of_no_expert_are_refused_before_training(tmp_path: Path, make_model, parts) -> None:
+    with pytest.raises(GradreelError, match=r"experts names id 99, the layer has experts 0 to 4"):
+        Recorder(tmp_path / "a", make_model(), at=RecordAt(experts=(0, 99)))
+
+
+def test_a_model_on_two_devices_is_refused(tmp_path: Path, make_model) -> None:
+    model = make_model()
+    model.layers[1].router.to("meta")
+    with pytest.raises(GradreelError, match=r"lie on cpu, meta"):
+        Recorder(tmp_path / "a", model)
