@@ -14,7 +14,9 @@ from torch import Tensor, nn
 def describe_run(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], device: torch.device
 ) -> dict[str, Any]:
-    """JSON values. `groups` are all optimizers' groups in order, each with its `params` names and hyper-parameters.
+    """JSON values; what decides the bits of a step is among them (vector width, threads, fused, foreach).
+
+    `groups` are all optimizers' groups in order, each with its `params` names and hyper-parameters.
 
     `names` maps `id(parameter)` to its name; parameters of other models are left out.
     """
@@ -44,6 +46,8 @@ def describe_run(
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "threads": torch.get_num_threads(),
