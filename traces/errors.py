@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHOWN = 100
+
 
 class GradreelError(ValueError):
     """A user's mistake or a damaged input. `str(error)` is the whole message."""
@@ -29,6 +31,7 @@ class UnknownName(GradreelError):
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
     """Build the error for a name that is not among `choices`, with the nearest one first."""
     known = sorted(choices)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UnknownName(f"unknown {kind} {name!r}{hint} Choices: {', '.join(known) or 'none'}")
+    near = difflib.get_close_matches(name[:_SHOWN], known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    shown = repr(name) if len(name) <= _SHOWN else f"{name[:_SHOWN]!r}..."
+    return UnknownName(f"unknown {kind} {shown}{hint} Choices: {', '.join(known) or 'none'}")

@@ -82,6 +82,10 @@ def test_a_recipe_passes_through() -> None:
         ("sinkgd+regrouped(per_expert)", r"variant regrouped finds nothing to change in recipe sinkgd"),
         ("mesh+smaller_steps(1)", r"variant smaller_steps finds nothing to change"),
         ("mesh+adam_rest+adam_rest", r"variant adam_rest finds nothing to change"),
+        ("mesh+smaller_steps(1e300)", r"smaller_steps factor is 1e\+300; allowed: \(0, 1e\+06\]"),
+        ("mesh+smaller_steps(" + "9" * 1500 + ")", r"the number 999999999999\.\.\. is too long"),
+        ("x" * 1500, r"unknown recipe 'x{100}'\.\.\.\. Choices: adafactor"),
+        ("mesh+" + "sign_only+" * 1000, r"'mesh\+sign_only.*' ?\.\.\. has 10005 characters, at most 2000"),
     ],
 )
 def test_wrong_names(name: str, message: str) -> None:

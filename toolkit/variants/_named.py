@@ -20,6 +20,7 @@ _TOKEN = re.compile(
     r"|(?P<string>'[^']*'|\"[^\"]*\")"
     r"|(?P<mark>[(),=+]))"
 )
+_LONGEST = 2000  # characters of a recipe name
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -74,6 +75,8 @@ def _text(value: Any) -> str:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.tokens, at = text, list[tuple[str, str]](), 0
+        if len(text) > _LONGEST:
+            raise GradreelError(f"recipe name {text[:40]!r}... has {len(text)} characters, at most {_LONGEST} are read")
         while at < len(text.rstrip()):
             match = _TOKEN.match(text, at)
             # A sign can only start a number inside parentheses; elsewhere + joins variants.
@@ -123,6 +126,8 @@ class _Parser:
         kind, value = self._peek()
         self.position += 1
         if kind == "number":
+            if len(value) > 40:
+                raise self._error(f"the number {value[:12]}... is too long")
             return int(value) if re.fullmatch(r"[-+]?\d+", value) else float(value)
         if kind == "string":
             return value[1:-1]
