@@ -1,21 +1,17 @@
-"""The verbs that need nothing but a trace: info, verify, recover. None of them imports torch."""
+"""The verbs that need nothing but a trace: info, verify, recover. None of them imports torch.
+
+Errors come out as they are; `traces.console.run` makes one line and an exit code of them.
+"""
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-from traces.errors import GradreelError
+from traces.console import out
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-T = TypeVar("T")
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="The trace folder, such as demo.trace.", show_default=False)
 ]
@@ -24,24 +20,7 @@ TracePath = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the verbs of this floor to a command-line application."""
     for verb in (info, verify, recover):
-        app.command(verb.__name__)(one_line_errors(verb))
-
-
-def one_line_errors(verb: Callable[..., T]) -> Callable[..., T]:
-    """Turn a `GradreelError` into one line on stderr and exit code 2."""
-
-    @functools.wraps(verb)
-    def guarded(*args: Any, **options: Any) -> T:
-        try:
-            return verb(*args, **options)
-        except GradreelError as error:
-            typer.echo(f"gradreel: {error}", err=True)
-            raise typer.Exit(2) from None
-        except OSError as error:
-            typer.echo(f"gradreel: {error.filename or 'file system'}: {error.strerror or error}", err=True)
-            raise typer.Exit(2) from None
-
-    return guarded
+        app.command(verb.__name__)(verb)
 
 
 def info(trace: TracePath) -> None:
@@ -52,7 +31,7 @@ def info(trace: TracePath) -> None:
     from traces import open_trace
     from traces._info import print_info
 
-    print_info(_console(), open_trace(trace, check_hash=False))
+    print_info(out(), open_trace(trace, check_hash=False))
 
 
 def verify(trace: TracePath) -> None:
@@ -63,7 +42,7 @@ def verify(trace: TracePath) -> None:
     from traces._info import progress_over
     from traces.verify import verify_trace
 
-    console = _console()
+    console = out()
     with progress_over(trace) as advance:
         findings = verify_trace(trace, progress=advance)
     for finding in findings:
@@ -83,7 +62,7 @@ def recover(trace: TracePath) -> None:
     """
     from traces.recover import recover as recover_trace
 
-    console = _console()
+    console = out()
     result = recover_trace(trace)
     console.print(str(result), markup=False, soft_wrap=True)
     damage = [finding for finding in result.findings if finding.severity == "damage"]
@@ -92,9 +71,3 @@ def recover(trace: TracePath) -> None:
         console.print(str(finding), markup=False, soft_wrap=True)
     if damage:
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 80, highlight=False)

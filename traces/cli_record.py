@@ -1,48 +1,16 @@
-"""The verb `record` for a user's own training script, and its options as a `RecordAt`."""
+"""The options of the verb `record` as a `RecordAt`, and the running of a user's own script."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from traces.bootstrap import record_script
-from traces.cli import one_line_errors
-from traces.console import example
 from traces.errors import GradreelError
 
 if TYPE_CHECKING:
     from traces.record_at import RecordAt
 
-__all__ = ["record", "record_at", "record_script", "register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to a command-line application."""
-    app.command("record", epilog=example("gradreel record run.trace -- python train.py --steps 100"))(
-        one_line_errors(record)
-    )
-
-
-def record(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new trace folder.", show_default=False)],
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- python SCRIPT [ARGS]", help="The training script.", show_default=False)
-    ],
-    every: Annotated[int, typer.Option(min=1, help="Record each n-th step.")] = 1,
-    bursts: Annotated[str | None, typer.Option(metavar="LENGTH/PERIOD", help="Record bursts, such as 16/500.")] = None,
-    roles: Annotated[str, typer.Option(help="Roles to record, separated by commas.")] = "router,routed_expert",
-    streams: Annotated[str, typer.Option(help="Streams, separated by commas.")] = "gradient,routing,scalars",
-    experts: Annotated[str, typer.Option(help="'all', or how many experts to sample per layer.")] = "all",
-    dtype: Annotated[str | None, typer.Option(help="Of recorded gradients, such as bfloat16.")] = None,
-    budget: Annotated[str, typer.Option(help="Where recording ends; training goes on.")] = "10GiB",
-) -> None:
-    """Run your own training script and record it, without a change to the script."""
-    at = record_at(
-        every=every, bursts=bursts, roles=roles, streams=streams, experts=experts, dtype=dtype, budget=budget
-    )
-    raise typer.Exit(record_script(out, command, at))
+__all__ = ["record_at", "record_script"]
 
 
 def record_at(

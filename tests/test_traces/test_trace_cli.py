@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from traces.cli import register
+from traces.console import run
 from traces.synthetic import write_synthetic
 
 VERBS = ("info", "verify", "recover")
@@ -27,9 +29,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gradreel(*arguments: str | Path) -> tuple[int, str, str]:
     app = typer.Typer()
     register(app)
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run(app, [str(a) for a in arguments])
+    return code, out.getvalue(), err.getvalue()
 
 
 def test_info_shows_what_is_there(sound: Path) -> None:
