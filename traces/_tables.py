@@ -152,7 +152,7 @@ def routing_step(ranks: list[RankFolder], step: int, layer: LayerInfo) -> Routin
             for _, micro, _ in rows if chunk is not None else ():
                 slot = chunk.index().get((step, stream, f"{layer.layer}.{micro}"))  # type: ignore[union-attr]
                 if slot is not None:
-                    found.append(_as_float(RawTensor(slot.dtype, slot.shape, chunk.read(slot))))  # type: ignore[union-attr]
+                    found.append(RawTensor(slot.dtype, slot.shape, chunk.read(slot)).numbers())  # type: ignore[union-attr]
     if not ids:
         return None
     joined, is_pad = np.concatenate(ids), np.concatenate(pads)
@@ -170,12 +170,6 @@ def routing_step(ranks: list[RankFolder], step: int, layer: LayerInfo) -> Routin
     )
 
 
-def _as_float(raw: RawTensor) -> np.ndarray:
-    if raw.dtype == "bfloat16":
-        return (raw.data.astype(np.uint32) << 16).view(np.float32)
-    return raw.data
-
-
 def long_frame(tensors: Iterable[tuple[int, str, RawTensor]]) -> pl.DataFrame:
     """Small tensors as rows: step, param, index (row-major), value."""
     import polars as pl
@@ -183,7 +177,7 @@ def long_frame(tensors: Iterable[tuple[int, str, RawTensor]]) -> pl.DataFrame:
     schema = {"step": pl.Int64, "param": pl.String, "index": pl.Int64, "value": pl.Float64}
     frames = [pl.DataFrame(schema=schema)]
     for step, name, raw in tensors:
-        values = _as_float(raw).reshape(-1).astype(np.float64)
+        values = raw.numbers().reshape(-1).astype(np.float64)
         frames.append(
             pl.DataFrame(
                 {

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from traces.errors import GradreelError
 
 ROUTER_NAMES = ("gate", "router", "gating", "wg")
-_ROUTER_CLASS = re.compile(r"(Router|Gate|Gating)$")
+ROUTER_CLASS = re.compile(r"(Router|Gate|Gating)$")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_SHARED = ("shared_expert", "shared_experts", "shared_mlp", "shared_expert_gate", "residual_mlp")
+SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp", "shared_expert_gate", "residual_mlp")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _EXAMPLE = "layout=Layout(experts='*.mlp.experts', router='*.mlp.gate', num_experts=8)"
 
@@ -183,7 +183,7 @@ def _detect(model: nn.Module, modules: dict[str, nn.Module]) -> list[MoELayer]:
     counts = expert_counts(model)
     containers: dict[str, tuple[int, bool]] = {}
     for name, module in modules.items():
-        if not name or any(part in _SHARED for part in name.split(".")):
+        if not name or any(part in SHARED_NAMES for part in name.split(".")):
             continue
         if any(below(name, other) for other in containers):
             continue
@@ -197,7 +197,7 @@ def _detect(model: nn.Module, modules: dict[str, nn.Module]) -> list[MoELayer]:
         if (
             name.rpartition(".")[2] == "experts"
             and not any(below(name, other) or below(other, name) for other in containers)
-            and not any(part in _SHARED for part in name.split("."))
+            and not any(part in SHARED_NAMES for part in name.split("."))
             and any(True for _ in module.parameters())
             and not any(child.rpartition(".")[2] in ROUTER_NAMES for child, _ in module.named_modules())
             and len(counts) == 1
@@ -239,10 +239,10 @@ def _router_child(parent: nn.Module, num_experts: int, skip: Iterable[nn.Module]
     skipped = {id(module) for module in skip}
     named, shaped = None, None
     for name, child in parent.named_children():
-        if id(child) in skipped or name in _SHARED or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if id(child) in skipped or name in SHARED_NAMES or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             continue
         fits = any(p.ndim <= 2 and p.shape[:1] == (num_experts,) for p in child.parameters())
-        looks = name in ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__) is not None
+        looks = name in ROUTER_NAMES or ROUTER_CLASS.search(type(child).__name__) is not None
         if looks and (fits or named is None) and (fits or not isinstance(child, nn.Linear)):
             named = name
         if isinstance(child, nn.Linear) and child.out_features == num_experts and shaped is None:

@@ -185,13 +185,7 @@ def _logits(tensor: Tensor | None, layer: MoELayer) -> RawTensor | None:
 def _joined(parts: Sequence[Any]) -> np.ndarray | None:
     if not parts or any(part is None for part in parts):
         return None
-    arrays = []
-    for part in parts:
-        if part.dtype == "bfloat16":
-            arrays.append((part.data.astype(np.uint32) << 16).view(np.float32))
-        else:
-            arrays.append(part.data)
-    return np.concatenate(arrays)
+    return np.concatenate([part.numbers() for part in parts])
 
 
 def total_norm(gradients: Sequence[Tensor], divisor: Tensor | None) -> Tensor | None:

@@ -15,12 +15,19 @@ from typing import Any
 from torch import nn
 
 from traces.errors import GradreelError, unknown
-from traces.layouts import MoELayer, below, block_number, find_moe_layers, named_modules, strip_wrappers
+from traces.layouts import (
+    ROUTER_CLASS,
+    SHARED_NAMES,
+    MoELayer,
+    below,
+    block_number,
+    find_moe_layers,
+    named_modules,
+    strip_wrappers,
+)
 from traces.views import ROLES, ParamInfo
 
-_SHARED = {"shared_expert", "shared_experts", "shared_mlp", "shared_expert_gate", "residual_mlp"}
 _BIAS = re.compile(r"(e_score_correction_bias|score_correction_bias|correction_bias|expert_bias(es)?|routing_bias)$")
-_ROUTER_CLASS = re.compile(r"(Router|Gate|Gating)$")
 _HYPER = re.compile(r"^(hc_.*|.*_hc|mhc.*|hyper_.*)$")
 _ATTENTION = {
     "attn",
@@ -132,8 +139,6 @@ class _Rules:
             strides=tuple(parameter.stride()),
         )
 
-    # rules, in order; the numbers are those of the table in `_role`'s body
-
     def _role(self, name: str) -> str:
         parameter, owner = self.parameters[name], self.owners[name]
         parts = name.split(".")
@@ -144,7 +149,7 @@ class _Rules:
             return "embedding"
         if id(parameter) in self.heads:
             return "head"
-        if _SHARED.intersection(parts):
+        if set(SHARED_NAMES).intersection(parts):
             return "shared_expert"
         if _BIAS.search(name):
             return "router_bias"
@@ -176,7 +181,7 @@ class _Rules:
             path = layer.block_name
             for part in inner:
                 path = f"{path}.{part}" if path else part
-                if _ROUTER_CLASS.search(type(self.modules.get(path)).__name__):
+                if ROUTER_CLASS.search(type(self.modules.get(path)).__name__):
                     return True
         return False
 

@@ -82,6 +82,12 @@ class RawTensor:
     shape: tuple[int, ...]
     data: np.ndarray
 
+    def numbers(self) -> np.ndarray:
+        """The values as numpy knows them: bfloat16 widened to float32, everything else as it is."""
+        if self.dtype == "bfloat16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
