@@ -301,6 +301,7 @@ def _claim(path: Path, rank: int, ranks: int) -> Path:
     except FileExistsError:
         raise TraceError(f"{str(path)!r} already holds a trace; choose another path or remove it first") from None
     sync_folder(path)
+    sync_folder(path.parent)  # else the whole trace, however well its files are synced, may be gone after a crash
     return folder
 
 
