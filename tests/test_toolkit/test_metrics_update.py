@@ -156,6 +156,7 @@ def test_large_tensors_are_taken_in_pieces(name: str, kind: str, monkeypatch: py
     views = [replace(view, initial_weight=None) for view in views]
     whole = run(name, info, views)
     monkeypatch.setattr("toolkit.metrics._experts.PIECE", 8)
+    monkeypatch.setattr("toolkit.metrics.stable_rank.PIECE", 8)
     monkeypatch.setattr("toolkit.metrics._sums_cpu.usable", lambda *tensors: False)
     for part, one in zip(whole, run(name, info, views), strict=True):
         for a, b in zip(part, one, strict=True):

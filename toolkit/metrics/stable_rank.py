@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.metrics._experts import info_of, nothing_known, spread, stacked
+from toolkit.metrics._experts import PIECE, info_of, nothing_known, spread, stacked
 from toolkit.metrics._metric import Measure, Metric, nothing
 from traces.views import StepView
 
@@ -33,20 +33,29 @@ def update(state: Counter, view: StepView) -> Iterable[Measure]:
     if (state.steps - 1) % EVERY:
         return
     matrices = _matrices(view)
-    value = nothing_known(view) if matrices is None else spread(_stable_ranks(matrices), view)
+    value = nothing_known(view) if matrices is None else spread(stable_ranks(matrices), view)
     yield Measure(value, view.step, support=np.isfinite(value).astype(np.float64))
 
 
 def _matrices(view: StepView) -> Tensor | None:
-    """The update as float64 [e, m, n]; None without an update or without matrices of one slice each."""
+    """The update [e, m, n], lent; None without an update or without matrices of one slice each."""
     info, update = info_of(view), stacked(view, "update")
     if info.matrix_axes is None or update is None or update.ndim != 3 or not update.numel():
         return None
-    return update.to(torch.float64)
+    return update
+
+
+def stable_ranks(matrices: Tensor) -> np.ndarray:
+    """[e, m, n] -> float64 [e]: NaN for a zero matrix, inf for one that is not finite.
+
+    Widened to float64 a few experts at a time: a bank of 2^31 elements would take 16 GiB, and its copies as much again.
+    """
+    together = max(1, PIECE // matrices[0].numel())
+    return np.concatenate([_stable_ranks(block.to(torch.float64)) for block in matrices.split(together)])
 
 
 def _stable_ranks(matrices: Tensor) -> np.ndarray:
-    """[e, m, n] -> [e]: NaN for a zero matrix, inf for one that is not finite."""
+    """`stable_ranks` of one block, float64."""
     top = matrices.abs().amax(dim=(1, 2))
     finite = torch.isfinite(top)
     usable = finite & (top > 0)
