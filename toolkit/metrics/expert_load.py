@@ -14,7 +14,7 @@ METRIC = Metric(
     scope="layer",
     unit="1",
     formula="p_e = c_e / sum over e of c_e",
-    citation="Shazeer et al. 2017, arXiv 1701.06538, appendix A (load)",
+    citation="Fedus, Zoph and Shazeer 2021, arXiv 2101.03961, section 2.2 (f_i, there of top-1 routing)",
     init=_init,
     update=_update,
     result=_result,
