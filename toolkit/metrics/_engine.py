@@ -120,7 +120,7 @@ class MetricEngine:
             elif watch.seen is not None:
                 watch.seen.update(int(i) for i in view.experts)
             for measure in metric.update(watch.state, shared_view) or ():
-                self._buffer.extend(_rows(watch, measure, None if view.experts is None else view.experts))
+                self._buffer.extend(_rows(watch, measure, view.experts))
 
     def drain(self) -> Iterator[dict[str, Any]]:
         """Rows finished since the last call; the metrics go on."""
