@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GOOD, DIFFERENCE, USAGE, FAULT, INTERRUPTED = 0, 1, 2, 70, 130
 
 
-class CheckFailed(Exception):  # noqa: N818  (a result of a check, not a mistake of the caller)
+class CheckFailed(Exception):
     """A check ran and found a difference. `str(error)` is the whole message; the command line exits with 1."""
 
 
