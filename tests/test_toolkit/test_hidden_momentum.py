@@ -109,7 +109,7 @@ def test_zero_grad_of_anyone(clear: str, mode: str) -> None:
 
 def test_grad_is_history_only_while_backward_runs() -> None:
     bank = Bank()
-    optimizer = make(bank)
+    optimizer = make(bank, hidden_momentum="attached")
     seen = []
     bank.experts.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     for step in range(3):
@@ -226,6 +226,73 @@ def test_grad_scaler_on_an_attached_buffer_is_an_error_at_once() -> None:
     scaler.scale(bank(wanted(0))).backward()
     with pytest.raises(GradreelError, match="build the optimizer with hidden_momentum='apart'"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("inf_at", [0, 1, 3])
+def test_auto_keeps_the_buffer_apart_from_a_grad_scaler(inf_at: int, unscale_first: bool) -> None:
+    # A power of two changes no bit of a float32 gradient; the step that overflows leaves no trace.
+    reference, _ = plain_run(4, hidden_momentum="apart")
+    bank = Bank()
+    optimizer = make(bank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in sorted([*range(4), inf_at - 0.5]):
+        optimizer.zero_grad()
+        gradient = wanted(int(step)) if step == int(step) else torch.full((3, 4, 5), torch.inf)
+        scaler.scale(bank(gradient)).backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update(256.0)
+    assert torch.equal(bank.experts, reference.experts)
+    torch.testing.assert_close(buffer(optimizer, bank), by_hand(4))
+    # A checkpoint of such a run begins apart as well, though its buffer holds history.
+    other = Bank()
+    other.load_state_dict(bank.state_dict())
+    again = make(other)
+    again.load_state_dict(optimizer.state_dict())
+    scaler.scale(other(wanted(4))).backward()
+    scaler.step(again)
+    torch.testing.assert_close(buffer(again, other), by_hand(5))
+
+
+def test_a_grad_scaler_that_comes_late_is_an_error() -> None:
+    bank, optimizer = plain_run(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(bank(wanted(2))).backward()
+    with pytest.raises(GradreelError, match="build the optimizer with hidden_momentum='apart'"):
+        scaler.step(optimizer)
+
+
+def test_processes_that_come_between_building_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, _ = plain_run(3, hidden_momentum="apart")
+    bank = Bank()
+    optimizer, late, late_bank = make(bank), *plain_run(2)[::-1]
+    for module in ("toolkit.optim._hidden", "toolkit.optim._optimizer"):
+        monkeypatch.setattr(f"{module}.several_processes", lambda: True)
+    for step in range(3):
+        bank(wanted(step)).backward()
+        assert bank.experts.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(bank.experts, reference.experts)
+    late_bank(wanted(2)).backward()
+    with pytest.raises(GradreelError, match="a process group was set up while hidden momentum is attached"):
+        late.step()
+
+
+@pytest.mark.parametrize("mode", ["attached", "apart", "auto"])
+def test_grad_buffer_is_history_and_gradient(mode: str) -> None:
+    bank = Bank()
+    optimizer = make(bank, hidden_momentum=mode)
+    for step in range(3):
+        bank(wanted(step)).backward()
+        total = optimizer.grad_buffer(bank.experts)
+        assert total is not None
+        torch.testing.assert_close(total, by_hand(step) + wanted(step))
+        assert optimizer.grad_buffer(bank.dense) is bank.dense.grad
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", ["attached", "apart"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from ablations.models import MoEConfig, MoELanguageModel
 from toolkit.optim import make_optimizer
 from toolkit.recipes import Stepper
+from traces.reader import open_trace
+from traces.record_at import RecordAt
 from traces.recorder import Recorder
 from traces.views import StepView
 
@@ -72,6 +75,27 @@ def test_recording_mesh_sees_fresh_gradients_and_changes_nothing() -> None:
     assert steppers
     for name in steppers:
         assert torch.equal(weights[name], dict(watched.named_parameters())[name]), name
+
+
+def test_the_recorded_buffer_is_the_decayed_sum(tmp_path: Path) -> None:
+    net = model()
+    optimizer = make_optimizer(net, "mesh", beta=0.5)
+    at = RecordAt(roles=("routed_expert",), streams=("gradient", "grad_buffer"))
+    with Recorder(tmp_path / "mesh.trace", net, optimizer, at=at, notify=lambda _: None):
+        loop(net, optimizer, 4)
+    trace = open_trace(tmp_path / "mesh.trace")
+    name = next(n for n, p in net.named_parameters() if p.dim() == 3)
+    total, moved = torch.zeros(()), False
+    for step in range(1, 5):
+        gradient, buffer = trace.gradient(name, step), trace.tensor("grad_buffer", name, step)
+        assert gradient is not None
+        assert buffer is not None
+        busy = gradient.flatten(1).any(1)[:, None, None]
+        total = torch.where(busy, total + gradient, total)
+        torch.testing.assert_close(buffer, total, rtol=1e-5, atol=1e-7)
+        moved = moved or not torch.equal(gradient, buffer)
+        total = torch.where(busy, 0.5 * total, total)
+    assert moved, "history was never there"
 
 
 def test_recording_may_begin_in_the_middle() -> None:

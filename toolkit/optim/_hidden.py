@@ -21,18 +21,20 @@ _MARK = "_gradreel_hidden_momentum"
 
 
 class HiddenMomentum:
-    """The gradient buffer of one parameter under mode "attached".
+    """The gradient buffer of one parameter that backward adds onto.
 
-    `pending` counts backward passes since the last step. `fresh` is this step's own gradient, kept only while
-    `tracking`. `presence` says per expert whether any gradient element was non-zero.
+    Until `active` the buffer holds no history and `.grad` is an ordinary gradient: whether anything else rewrites
+    gradients (a GradScaler, several processes) is known at the first step only. `pending` counts backward passes since
+    the last step. `fresh` is this step's own gradient, kept only while `tracking`. `presence` says per expert whether
+    any gradient element was non-zero.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, stepper: Stepper) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, stepper: Stepper, *, active: bool) -> None:
         previous = getattr(parameter, _MARK, lambda: None)()
         if previous is not None:
             previous.close()
         self.parameter, self.stepper = parameter, stepper
-        self.pending, self.tracking, self.steps = 0, False, 0
+        self.active, self.pending, self.tracking, self.steps = active, 0, False, 0
         self.fresh: Tensor | None = None
         self.presence: Tensor | None = None
         if parameter.dtype != torch.float32:
@@ -41,11 +43,11 @@ class HiddenMomentum:
 
         # Weak, so that a parameter does not keep a dropped optimizer alive.
         def before(gradient: Tensor) -> None:
-            if (record := mine()) is not None:
+            if (record := mine()) is not None and record.active:
                 record._before_accumulation(gradient)
 
         def after(_: Tensor) -> None:
-            if (record := mine()) is not None:
+            if (record := mine()) is not None and record.active:
                 record._after_accumulation()
 
         self._handles = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
@@ -64,9 +66,11 @@ class HiddenMomentum:
         return self.stepper.layout.restore(self.stepper.state[key])
 
     def close(self) -> None:
-        """Remove the hooks: another optimizer takes the parameter over."""
+        """Remove the hooks: `.grad` is ordinary from now on, or another optimizer takes the parameter over."""
         for handle in self._handles:
             handle.remove()
+        if self.parameter.dtype != torch.float32 and self.parameter.grad is None:
+            self.parameter.grad_dtype = self.parameter.dtype
 
     def finish_step(self) -> None:
         """Forget this step's gradient; called after every step."""
@@ -75,7 +79,7 @@ class HiddenMomentum:
 
     def resumed(self) -> None:
         """The buffer was loaded: it holds history from now on."""
-        self.steps += 1
+        self.active, self.steps = True, self.steps + 1
         self.pending, self.fresh, self.presence = 0, None, None
 
     def codes(self) -> Tensor:
@@ -145,9 +149,9 @@ def presence_codes(gradient: Tensor, stepper: Stepper) -> Tensor:
 
 
 def resolve(mode: str, stepper: Stepper, *, maximize: bool, parameter: Any) -> bool:
-    """Whether a buffer may be attached. "auto" does so where nothing else rewrites `.grad` (one process, no DTensor)
-    and no stage before the momentum needs this step's gradient."""
-    plain = not hasattr(parameter, "to_local") and not _several_processes() and not maximize
+    """Whether a buffer may be attached: nothing else rewrites `.grad` (one process, no DTensor), and no stage before
+    the momentum needs this step's gradient."""
+    plain = not hasattr(parameter, "to_local") and not several_processes() and not maximize
     plain = plain and stepper.chain.stages[0].name == "hidden_ema"
     if mode == "attached" and not plain:
         raise GradreelError(
@@ -157,6 +161,7 @@ def resolve(mode: str, stepper: Stepper, *, maximize: bool, parameter: Any) -> b
     return mode != "apart" and plain
 
 
-def _several_processes() -> bool:
+def several_processes() -> bool:
+    """Whether gradients are reduced over a process group."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.optim import _state
 from toolkit.optim._groups import describe, role_groups
-from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve
+from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve, several_processes
 from toolkit.optim._shards import Shard
 from toolkit.recipes import Recipe, Stepper
 from toolkit.recipes._checks import not_negative, one_of
@@ -28,7 +28,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
 
     `hidden_momentum` says where the momentum of MESH lives: "attached" is added onto by backward itself (no gradient
     beside it; `.grad` is None between backward and step); "apart" keeps `.grad` an ordinary gradient, for GradScaler,
-    clipping by others and several processes; "auto" attaches in a single process.
+    clipping by others and several processes; "auto" begins apart and attaches at the end of the first step, unless a
+    GradScaler or a process group has shown itself by then.
 
     A parameter whose gradient is None is left alone. Errors: GradreelError (a ValueError) for values out of range,
     unknown roles and switches, complex or sparse tensors, `capturable`, `foreach` and `fused`.
@@ -91,12 +92,19 @@ class RecipeOptimizer(torch.optim.Optimizer):
             probe = Stepper(self.recipe, info, device="meta")
             attach = probe.buffer_key is not None and parameter.requires_grad
             if attach and resolve(self.hidden_momentum, probe, maximize=self.maximize, parameter=parameter):
-                self._hidden[parameter] = HiddenMomentum(parameter, self._stepper(parameter))
+                active = self.hidden_momentum == "attached"
+                self._hidden[parameter] = HiddenMomentum(parameter, self._stepper(parameter), active=active)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # So that GradScaler tells us it is at work: scaled gradients would have been added onto the buffer.
+        # GradScaler.step asks. Before the first step "auto" can still keep the buffer apart, and the scaler unscales
+        # and skips as ever; later it must show itself: scaled gradients were added onto the buffer.
+        self._keep_apart()
         return bool(self._hidden)
+
+    def _keep_apart(self) -> None:
+        for parameter in [p for p, hidden in self._hidden.items() if not hidden.active]:
+            self._hidden.pop(parameter).close()
 
     def _stepper(self, parameter: nn.Parameter) -> Stepper:
         stepper = self._steppers.get(parameter)
@@ -120,6 +128,13 @@ class RecipeOptimizer(torch.optim.Optimizer):
                 "a GradScaler is at work while hidden momentum is attached, so scaled gradients were added onto it; "
                 "build the optimizer with hidden_momentum='apart'"
             )
+        if self._hidden and several_processes():
+            self._keep_apart()
+        if self._hidden and several_processes():
+            raise GradreelError(
+                "a process group was set up while hidden momentum is attached, so its history was reduced too; set it "
+                "up first, or build the optimizer with hidden_momentum='apart'"
+            )
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_one(parameter, float(group["lr"]))
@@ -128,7 +143,7 @@ class RecipeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step_one(self, parameter: nn.Parameter, lr: float) -> None:
         hidden, given = self._hidden.get(parameter), parameter.grad
-        if hidden is not None and given is None:
+        if hidden is not None and hidden.active and given is None:
             if hidden.pending:
                 stepper = self._stepper(parameter)
                 stepper.step(parameter.detach(), hidden.buffer, lr=lr, presence=hidden.codes(), gradient_in_buffer=True)
@@ -148,7 +163,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
         if shard is not None:
             shard.write_back(parameter, weight)
         if hidden is not None:
-            parameter.grad = None  # set by hand: it is in the buffer now
+            parameter.grad = None  # it is in the buffer now
+            hidden.resumed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch. A gradient that backward added onto attached momentum cannot be taken out again: an error."""
@@ -172,11 +188,26 @@ class RecipeOptimizer(torch.optim.Optimizer):
         `track_fresh_gradients` was not called before the backward pass. The first call begins tracking.
         """
         hidden = self._hidden.get(parameter)
-        if hidden is None or parameter.grad is not None:
+        if hidden is None:
             return parameter.grad
-        gradient = hidden.fresh_gradient()
+        ordinary = not hidden.active or parameter.grad is not None
+        gradient = parameter.grad if ordinary else hidden.fresh_gradient()
         self.track_fresh_gradients()
         return gradient
+
+    def grad_buffer(self, parameter: nn.Parameter) -> Tensor | None:
+        """What history and this step's gradient add up to: beta B + g, in the parameter's layout, before the step.
+
+        `.grad` itself where the parameter's momentum is not hidden. The recorder's stream `grad_buffer` is this.
+        """
+        stepper = self._steppers.get(parameter)
+        if stepper is None or stepper.buffer_key is None or parameter in self._shards:
+            return parameter.grad
+        buffer = stepper.layout.restore(stepper.state[stepper.buffer_key])
+        hidden, gradient = self._hidden.get(parameter), parameter.grad
+        if (hidden is not None and hidden.active and gradient is None) or gradient is None:
+            return buffer
+        return buffer + (gradient.neg() if self.maximize else gradient).detach()
 
     def scale_fresh_gradient(self, parameter: nn.Parameter, gradient: Tensor, factor: Tensor) -> None:
         """Multiply what `fresh_gradient` gave by `factor`, in the momentum too; used by `clip_fresh_gradients`."""

@@ -17,8 +17,10 @@ KEY = "gradreel"
 
 
 def save(optimizer: RecipeOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """torch's packed state plus our own entry."""
-    return {**packed, KEY: {"schema": SCHEMA, "recipe": optimizer.recipe.name, "seed": optimizer.seed}}
+    """torch's packed state plus our own entry; `attached` says whether backward adds onto hidden momentum."""
+    attached = any(hidden.active for hidden in optimizer._hidden.values())
+    about = {"schema": SCHEMA, "recipe": optimizer.recipe.name, "seed": optimizer.seed, "attached": attached}
+    return {**packed, KEY: about}
 
 
 def load(optimizer: RecipeOptimizer, given: dict[str, Any]) -> None:
@@ -56,8 +58,9 @@ def load(optimizer: RecipeOptimizer, given: dict[str, Any]) -> None:
     optimizer.seed = int(mine["seed"])
     for stepper in optimizer._steppers.values():
         stepper.seed = optimizer.seed
-    for hidden in optimizer._hidden.values():
-        hidden.resumed()
+    if mine.get("attached", False):
+        for hidden in optimizer._hidden.values():
+            hidden.resumed()
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
