@@ -28,7 +28,8 @@ from traces.record_at import RecordAt, format_bytes
 from traces.records import Assembler, Job, total_norm
 from traces.roles import describe_params, named_parameters
 from traces.run_info import describe_run, group_rates, initial_state
-from traces.schema import Header
+from traces.scalars import why_not_kept
+from traces.schema import Header, header_to_json
 from traces.sink import TraceSink
 from traces.spool import transfer_for
 from traces.step_hooks import StepHooks
@@ -90,9 +91,12 @@ class Recorder:
         self._sink: TraceSink | None = None
         if self.path is not None:
             self.plan.check_room()
+            header_to_json(self._header({}, self.at.streams))  # what cannot be written is told now
             assembler = Assembler(self._infos, self.layers, self._transfer.pool, self.at)
             self._sink = TraceSink(self.path, assembler, when_full, queue_steps)
         self._scalars: dict[str, Any] = {}
+        self._entered = self._over = self._told_error = False
+        self._told: set[str] = set()  # names of scalars that cannot be kept
         self._open: list[torch.optim.Optimizer] = []  # that took part in the step `_job` so far
         self._job: Job | None = None
         self._done: Job | None = None  # finished, and open for late scalars until the next forward
@@ -108,8 +112,16 @@ class Recorder:
         """Keep scalars (loss=..., clip_factor=...) with the current step; a tensor is read out later, off this thread.
 
         What is logged between a step's forward and the next one's belongs to that step, before or after its update.
+        A value that a trace cannot hold is left out, with one notice.
         """
-        copied = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+        copied = {}
+        for key, value in scalars.items():
+            why = why_not_kept(key, value)
+            if why is None:
+                copied[key] = value.detach().clone() if isinstance(value, Tensor) else value
+            elif key not in self._told:
+                self._told.add(key)
+                self._notify(f"reel.log: {why}; it is left out, all else is recorded")
         if self._done is not None:
             self._done.scalars.update(copied)
         else:
@@ -126,7 +138,7 @@ class Recorder:
     def flush(self) -> None:
         """Hand over the finished step and wait until the writer has taken it; later scalars go to the next step."""
         self._hand_over()
-        if self._sink is not None:
+        if self._sink is not None and not self._over:
             self._sink.drain()
 
     @property
@@ -145,8 +157,11 @@ class Recorder:
         return self._transfer.pool.allocated_bytes
 
     def __enter__(self) -> Recorder:
+        if self._entered:
+            raise GradreelError("this Recorder was entered before; one Recorder makes one recording, build another")
         if self._sink is not None:
             self._sink.open()
+        self._entered = True
         self._watch.install()
         self._hooks.install()
         self._probe_handles = [p.register_post_accumulate_grad_hook(self._on_backward) for p in self._probes[:1]]
@@ -156,6 +171,9 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if self._over or not self._entered:
+            return
+        self._over = True
         try:
             if self._open:
                 self._finish_step()
@@ -233,6 +251,7 @@ class Recorder:
     def _on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is about to update, and its gradients are complete."""
         self._raise_if_strict()
+        self._tell_first_error()
         if self._budget_spent and self.on_step is None:
             return
         if any(optimizer is one for one in self._open):
@@ -363,15 +382,7 @@ class Recorder:
             names = {id(parameter): name for name, parameter in self._all_parameters.items()}
             run = describe_run(self._model, self._hooks.optimizers, names, self._device)
             streams = (*self.at.streams, *sorted({s for s, _, _ in job.tensors if s.startswith("state.")}))
-            header = Header(
-                params=tuple(self.params),
-                layers=self.plan.layer_infos(),
-                streams=tuple(dict.fromkeys(streams)),
-                run=run,
-                record=self.at.to_json(),
-                provenance=self._provenance,
-            )
-            self._sink.start(header)
+            self._sink.start(self._header(run, streams))
         self._checked = True
         self.recorded_steps += 1
         if self.on_step is not None:
@@ -379,6 +390,16 @@ class Recorder:
                 wait()  # the routing went to the host on the side stream
             rates = dict(self._rate_of_each())
             self.on_step(live_views(job, self._infos, self._parameters, self._live, self.layers, rates))
+
+    def _header(self, run: dict[str, Any], streams: Sequence[str]) -> Header:
+        return Header(
+            params=tuple(self.params),
+            layers=self.plan.layer_infos(),
+            streams=tuple(dict.fromkeys(streams)),
+            run=run,
+            record=self.at.to_json(),
+            provenance=self._provenance,
+        )
 
     def _rate_of_each(self) -> list[tuple[str, Any]]:
         by_id = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -391,6 +412,7 @@ class Recorder:
         job, self._done = self._done, None
         if job is not None and self._sink is not None and not (self._budget_spent and not job.reserved):
             job.recorded = job.recorded and job.reserved  # a dropped step may still have been live
+            job.ready.append(self._transfer.mark())
             self._sink.put(job)
 
     def _snapshot(self, step: int) -> Job:
@@ -401,6 +423,16 @@ class Recorder:
             job.tensors.append(("weight", name, self._transfer.copy(parameter.detach())))
         job.ready.append(self._transfer.end())
         return job
+
+    def _tell_first_error(self) -> None:
+        """The writer thread could not write a step: say so while something can still be done about it."""
+        error = self._sink.first_error if self._sink is not None else None
+        if error is not None and not self._told_error:
+            self._told_error = True
+            self._notify(
+                f"a step could not be written to {str(self.path)!r} ({type(error).__name__}: {error}); training goes "
+                "on, later steps are tried again, what is lost is counted"
+            )
 
     def _raise_if_strict(self) -> None:
         if self.strict and self._sink is not None and (self._sink.first_error is not None or self._sink.dropped):
