@@ -16,9 +16,9 @@ import pytest
 from toolkit.frame import OPEN_LOOP_NOTE
 from toolkit.plots import PLOTS, Plot
 from toolkit.report import verdict, write_report
-from toolkit.report._measures import few_token_amplification, number, percent, significant, unit_values
+from toolkit.report._measures import MEASURES, few_token_amplification, number, percent, significant, unit_values
 from toolkit.report._tables import provenance_blocks, recipe_table, trace_id
-from toolkit.report._verdict import bootstrap_interval
+from toolkit.report._verdict import bootstrap_interval, compare
 from traces.errors import GradreelError
 
 
@@ -84,7 +84,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         path,
         frame,
         title="A <b>title</b>",
-        provenance={"trace": {"id": "3f9a1c"}, "backend": "cpu", "recipes": ["adamw", "mesh"]},
+        provenance={
+            "trace": {"id": "3f9a1c"},
+            "backend": "cpu",
+            "recipes": ["adamw", "mesh"],
+            "notes": ["A note & more."],
+        },
         notes=["A note & more."],
     )
     return report, path.read_text(encoding="utf-8")
@@ -126,7 +131,7 @@ def test_the_page_is_well_formed_and_bounded(written: tuple[Any, str]) -> None:
     assert page.open == []
     assert len(written[1].encode()) < 5_000_000
     assert "A &lt;b&gt;title&lt;/b&gt;" in written[1]
-    assert "A note &amp; more." in written[1]
+    assert written[1].count("A note &amp; more.") == 1
     for words in ("prefers-color-scheme: dark", "@media print", "width=device-width", "tabular-nums"):
         assert words in written[1]
 
@@ -196,11 +201,26 @@ def test_the_verdict_says_worse_when_sinkhorn_is_worse() -> None:
     assert found.outcome == "less stable"
     assert "sinkgd's updates are less stable over time than mesh's" in found.headline
     cosine = found.comparisons[0]
-    assert (cosine.left, cosine.right, cosine.units) == ("sinkgd", "mesh", 32)
+    assert (cosine.left, cosine.right, cosine.units) == ("sinkgd", "mesh", 16)
     assert cosine.low is not None
     assert cosine.high is not None
     assert cosine.low < SINKGD[0] - MESH[0] < cosine.high < 0
     assert any("Against the reference" in d and "adamw" in d for d in found.details)
+    assert "95% interval over experts" in found.headline
+    assert any("not what another seed, model or data set would give" in d for d in found.details)
+
+
+def test_parameters_of_one_expert_are_one_unit() -> None:
+    """A second copy of every parameter says nothing new, and must not make the interval narrower."""
+    frame = frame_of(recipes={"sinkgd": MESH, "mesh": MESH}, seed=3)
+    name = frame.filter(pl.col("role") == "routed_expert")["param"][0]
+    one = frame.filter(pl.col("param") == name)
+    once = compare(one, MEASURES[0], "sinkgd", "mesh")
+    again = compare(pl.concat([one, one.with_columns(param=pl.lit("copy"))]), MEASURES[0], "sinkgd", "mesh")
+    assert once is not None
+    assert again is not None
+    assert once.low is not None
+    assert (again.low, again.high, again.units) == pytest.approx((once.low, once.high, once.units))
 
 
 def test_the_verdict_says_better_when_sinkhorn_is_better() -> None:
@@ -291,7 +311,7 @@ def test_too_few_units_decide_nothing() -> None:
     found = verdict(frame_of(recipes=BOTH, summaries=True, layers=2))
     assert found.comparisons[0].units == 4
     assert found.outcome == "not decided"
-    assert "no interval" in found.headline
+    assert "too few parameters for an interval" in found.headline
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
@@ -349,6 +369,7 @@ def test_the_recipe_table_marks_what_is_absent() -> None:
 
 
 def test_provenance_is_in_blocks_and_bounded() -> None:
+    assert provenance_blocks({"recipes": ["adamw", "mesh"]})[0].rows == (("recipes", "adamw, mesh"),)
     blocks = provenance_blocks(
         {"a": {"b": [1, "x"], "c": {}, "n": None, "deep": {"er": 0}}, "d": "y" * 5000, "e": False}
     )

@@ -52,7 +52,8 @@ def rows_of(frame: pl.DataFrame, metric: str, role: str | None = None) -> pl.Dat
 def bands(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Per group of `by`: `mid` (median), `low` and `high` (10th and 90th percentile) and `count` of values.
 
-    Where only summaries over experts are at hand, each of the three is the average of the summaries of that kind.
+    Where only summaries over experts are at hand, each of the three is the average, over parameters, of the summaries
+    of that kind: a percentile of percentiles cannot be had.
     """
     keys = list(by)
     single = rows.filter(~pl.col("flag").is_in(SUMMARIES))

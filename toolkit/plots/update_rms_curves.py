@@ -22,7 +22,7 @@ def rms_curves(ax: Axes, frame: pl.DataFrame, role: str | None = "routed_expert"
     """Draw update RMS against the step, one line per recipe, for one role; return `ax`.
 
     Updates of exactly zero (an expert that the recipe skipped) are left out: they have no place on a logarithmic axis,
-    and say who was idle rather than how large a step is.
+    and say who was idle rather than how large a step is. Inside a summary over experts they cannot be told apart.
     """
     rows = thin_steps(rows_of(tidy(frame), "update_rms", role).drop_nulls("step").filter(pl.col("value") > 0))
     table = bands(rows, ["recipe", "step"])
@@ -54,8 +54,9 @@ PLOT = Plot(
     draw=themed(draw),
     caption=(
         "Root mean square of the update per element, before the lr, against the step, per recipe and role. "
-        f"{INTERVAL} over experts and parameters, those that were "
-        "not updated at all left out. A flat line is what a normalising recipe gives by construction: its "
-        "step does not shrink when the gradient does."
+        f"{INTERVAL} over experts and parameters. Experts that were not updated at all are left out, but where the "
+        "frame holds summaries over experts they are inside these as zeros and pull the line down "
+        "(--per-expert update_rms tells them apart). A flat line is what a normalising recipe gives by construction: "
+        "its step does not shrink when the gradient does."
     ),
 )

@@ -159,6 +159,8 @@ def _spread_cell(values: pl.Series, show: Callable[[float], str]) -> Cell:
 def _plain(value: Any) -> str:
     if isinstance(value, str):
         text = value
+    elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        text = ", ".join(value)
     elif isinstance(value, list | tuple | dict):
         text = json.dumps(value, ensure_ascii=False, default=str)
     else:

@@ -35,10 +35,11 @@ _FARTHEST = "The two were picked because they lie farthest apart, which makes th
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measure under two recipes, on the experts and parameters that both have.
+    """One measure under two recipes, on the experts that both have.
 
-    `difference` is left minus right, or left over right for a ratio measure, with its 95% bootstrap interval
-    (None with fewer than `MIN_UNITS`). `reading` is about the left recipe.
+    `difference` is left minus right, or left over right for a ratio measure, with its 95% bootstrap interval over
+    `units` (None with fewer than `MIN_UNITS`). A unit is an expert, or a parameter where the frame holds no rows per
+    expert (`per_expert` False). `reading` is about the left recipe.
     """
 
     measure: Measure
@@ -98,15 +99,16 @@ class Verdict:
 def compare(frame: pl.DataFrame, measure: Measure, left: str, right: str) -> Comparison | None:
     """`measure` under `left` and `right`, paired by expert and parameter; None where either has no defined value."""
     values = measure.values(frame)
+    if measure.as_ratio:
+        values = values.with_columns(pl.col("value").log())
     keys = list(UNIT)
     mine = values.filter(pl.col("recipe") == left).drop("recipe")
     other = values.filter(pl.col("recipe") == right).drop("recipe").rename({"value": "other"})
-    both = mine.join(other, on=keys, how="inner", nulls_equal=True).sort(keys)
+    both = mine.join(other, on=keys, how="inner", nulls_equal=True)
     if both.is_empty():
         return None
+    both = by_expert(both)
     a, b = both["value"].to_numpy(), both["other"].to_numpy()
-    if measure.as_ratio:
-        a, b = np.log(a), np.log(b)
     gap = a - b
     low, high = bootstrap_interval(gap)
     # Cosines, fractions and logarithms have 1 as their scale; a displacement has its own size.
@@ -127,10 +129,20 @@ def compare(frame: pl.DataFrame, measure: Measure, left: str, right: str) -> Com
     )
 
 
-def bootstrap_interval(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-    """The 95% bias-corrected bootstrap interval of the mean of `values` [n], the same at every call.
+def by_expert(values: pl.DataFrame) -> pl.DataFrame:
+    """One row per expert, or per parameter where `expert` is null, in order; numbers are averaged.
 
-    (None, None) with fewer than `MIN_UNITS` values; the mean twice where all are equal.
+    The parameters of one expert get the same tokens, so they are no independent draws for an interval.
+    """
+    parameter = pl.when(pl.col("expert").is_null()).then("param")
+    return values.with_columns(param=parameter).group_by(UNIT).agg(pl.selectors.float().mean()).sort(UNIT)
+
+
+def bootstrap_interval(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """The 95% bootstrap interval of the mean of `values` [n], the same at every call.
+
+    Bias-corrected and accelerated (Efron 1987) up to 1000 values, plain percentiles beyond. (None, None) with fewer
+    than `MIN_UNITS` values; the mean twice where all are equal.
     """
     from scipy import stats
 
@@ -222,7 +234,8 @@ def _headline(left: str, right: str, found: list[Comparison], where: str = "On r
 def _numbers(c: Comparison) -> str:
     show = c.measure.show
     values = f"{c.measure.phrase} {show(c.left_value)} against {show(c.right_value)}"
-    words = "no interval" if c.low is None else f"95% interval {c.interval}"
+    over = "experts" if c.per_expert else "parameters"
+    words = f"too few {over} for an interval" if c.low is None else f"95% interval over {over} {c.interval}"
     return f"{values} (difference {c.gap}, {words})"
 
 
@@ -250,7 +263,7 @@ def _zombies(left: str, right: str, found: list[Comparison]) -> str:
         return f"Neither {left} nor {right} moved an idle expert."
     return (
         f"Experts without a gradient were moved by {c.measure.show(c.left_value)} under {left} and "
-        f"{c.measure.show(c.right_value)} under {right} (summed norm of the moves, mean over experts and parameters)."
+        f"{c.measure.show(c.right_value)} under {right} (summed norm of the moves, mean over experts)."
     )
 
 
@@ -264,12 +277,13 @@ def _scope(found: list[Comparison]) -> str:
     if not found:
         return ""
     c = found[0]
-    what = "experts × parameters"
+    what = "experts (each the mean over its parameters)"
     if not c.per_expert:
         what = f"parameters (the frame holds summaries over experts; --per-expert {c.measure.metric} gives more)"
     return (
-        f"Intervals: paired bootstrap over {c.units} {what} of this recording. They do not cover other seeds, models "
-        "or data, and nothing here says which recipe trains better."
+        f"Intervals: paired bootstrap over {c.units} {what} of this one recording. They say how alike the experts "
+        "are, not what another seed, model or data set would give: for that, record several runs. Nothing here says "
+        "which recipe trains better."
     )
 
 
@@ -299,7 +313,7 @@ def _ranking(frame: pl.DataFrame, usable: list[str]) -> Verdict:
 def _alone(frame: pl.DataFrame, name: str) -> str:
     parts = []
     for measure in MEASURES[:2]:
-        values = measure.values(frame).filter(pl.col("recipe") == name)["value"].to_numpy()
+        values = by_expert(measure.values(frame).filter(pl.col("recipe") == name))["value"].to_numpy()
         if values.size:
             low, high = bootstrap_interval(values)
             gap = "" if low is None or high is None else f" (95% interval {measure.show(low)} to {measure.show(high)})"

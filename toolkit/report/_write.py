@@ -62,6 +62,8 @@ def write_report(
     """
     table = tidy(frame)
     target = Path(path)
+    said = list(notes)
+    facts = {key: value for key, value in provenance.items() if key != "notes" or value != said}  # not twice
     with _replacing(target) as aside:
         found = verdict(table)
         drawn, missing = draw_all(table)
@@ -72,8 +74,8 @@ def write_report(
             figures=drawn,
             missing=missing,
             recipes=recipe_table(table),
-            provenance=provenance_blocks(provenance),
-            notes=list(notes),
+            provenance=provenance_blocks(facts),
+            notes=said,
             open_loop=OPEN_LOOP_NOTE.rstrip(".") + ".",
             trace_id=trace_id(provenance, table),
         )
