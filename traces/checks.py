@@ -16,6 +16,19 @@ from traces.views import ParamInfo
 STREAMS = ("gradient", "grad_buffer", "weight", "routing", "scores", "logits", "scalars")
 
 
+def check_types(path: Any, model: Any, at: Any, roles: Any) -> None:
+    """Refuse arguments of another kind, most often given in another order."""
+    order = "write Recorder(path, model, optimizer, at=RecordAt(...))"
+    if not isinstance(path, (str, Path, type(None))) or "\0" in str(path):
+        raise GradreelError(f"path {path!r} is no path of a folder; {order}")
+    if not isinstance(model, nn.Module):
+        raise GradreelError(f"model is a {type(model).__name__}, not a torch.nn.Module; {order}")
+    if not isinstance(at, (RecordAt, type(None))):
+        raise GradreelError(f"at is a {type(at).__name__}, not a RecordAt; {order}")
+    if not isinstance(roles, (Mapping, type(None))):
+        raise GradreelError(f"roles is a {type(roles).__name__}; write roles={{'*.gate.*': 'router'}}")
+
+
 def check_arguments(path: Path | None, at: RecordAt, on_step: Any, statistics: Any) -> None:
     """Refuse what cannot be recorded, a path that is taken, and a run of several processes."""
     if path is None and on_step is None:
@@ -29,7 +42,11 @@ def check_arguments(path: Path | None, at: RecordAt, on_step: Any, statistics: A
         world = torch.distributed.get_world_size()
         if world > 1:
             raise GradreelError(f"a run of {world} processes cannot be recorded yet; record one process")
-    if path is not None and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
+    try:
+        taken = path is not None and (path.is_file() or (path.is_dir() and any(path.iterdir())))
+    except OSError as error:
+        raise GradreelError(f"{str(path)[:100]!r} cannot be used: {error.strerror or error}; choose another") from None
+    if path is not None and taken:
         holds = "already holds a trace" if (path / "header.json").exists() else "is not an empty folder"
         raise TraceError(f"{str(path)!r} {holds}; choose another path or remove it first")
 

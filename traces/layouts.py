@@ -305,6 +305,12 @@ def _declared(layout: Layout, modules: dict[str, nn.Module]) -> list[MoELayer]:
         num_experts = layout.num_experts or guess
         if num_experts < 1:
             raise GradreelError(f"layout: module {name!r} does not show its number of experts; give num_experts=")
+        shown = {guess} if is_list else {p.shape[0] for p in module.parameters() if p.ndim >= 3}
+        if shown and num_experts not in shown:
+            raise GradreelError(
+                f"layout: num_experts is {num_experts}, module {name!r} holds {', '.join(map(str, sorted(shown)))}; "
+                "leave num_experts out, or name the module that holds the experts"
+            )
         layer = MoELayer(0, name.rpartition(".")[0], {name: module}, num_experts, is_list, layout=layout)
         _attach_router(layer, modules)
         if layout.router is not None:

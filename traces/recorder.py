@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traces.checks import check_arguments, check_gradients, choose_parameters, choose_probes
+from traces.checks import check_arguments, check_gradients, check_types, choose_parameters, choose_probes
 from traces.errors import GradreelError
 from traces.hooks import ForwardWatch, check_micro_steps
 from traces.layouts import find_moe_layers
@@ -69,6 +69,7 @@ class Recorder:
         notify: Callable[[str], None] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        check_types(path, model, at, roles)
         self.at = at if at is not None else RecordAt()
         self.path = None if path is None else Path(path)
         self.on_step, self.strict = on_step, strict
@@ -83,6 +84,8 @@ class Recorder:
         self._parameters = choose_parameters(self.params, self._all_parameters, self.at)
         self._device = next(iter(self._parameters.values())).device
         self.plan = Plan(self.at, [self._infos[name] for name in self._parameters], self.layers)
+        for layer in self.layers:
+            self.at.choose_experts(layer.num_experts)  # an id that is no expert is told now
         self._dtype: torch.dtype | None = getattr(torch, self.at.dtype) if self.at.dtype else None
         self._routing = "routing" in self.at.streams
         self._transfer = transfer_for(self._device)
@@ -92,8 +95,9 @@ class Recorder:
         if self.path is not None:
             self.plan.check_room()
             header_to_json(self._header({}, self.at.streams))  # what cannot be written is told now
-            assembler = Assembler(self._infos, self.layers, self._transfer.pool, self.at)
-            self._sink = TraceSink(self.path, assembler, when_full, queue_steps)
+            self._assembler = Assembler(self._infos, self.layers, self._transfer.pool, self.at)
+            # Absolute: a script that changes its folder goes on writing where it began.
+            self._sink = TraceSink(self.path.absolute(), self._assembler, when_full, queue_steps)
         self._scalars: dict[str, Any] = {}
         self._entered = self._over = self._told_error = False
         self._told: set[str] = set()  # names of scalars that cannot be kept
@@ -129,6 +133,8 @@ class Recorder:
 
     def mask(self, attention_mask: Tensor) -> None:
         """Say which tokens of the next forward are real (non-zero) and which padding (0), in the order of routing."""
+        if not isinstance(attention_mask, Tensor):
+            raise GradreelError(f"mask is a {type(attention_mask).__name__}; give a tensor with one entry per token")
         self._watch.next_mask = attention_mask
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,6 +193,7 @@ class Recorder:
                 handle.remove()
             if self._sink is not None:
                 self._sink.close(self._notify)
+                self._tell_misfits()
         if kind is not None:
             return  # the user's own exception matters more than what the recording has to say
         if self.step == 0:
@@ -423,6 +430,13 @@ class Recorder:
             job.tensors.append(("weight", name, self._transfer.copy(parameter.detach())))
         job.ready.append(self._transfer.end())
         return job
+
+    def _tell_misfits(self) -> None:
+        if steps := self._assembler.misfits:
+            self._notify(
+                f"the attention mask did not fit the routed tokens in {len(steps)} steps, first in step {steps[0]}; "
+                "all their tokens are recorded as real; call reel.mask(mask) with one entry per routed token"
+            )
 
     def _tell_first_error(self) -> None:
         """The writer thread could not write a step: say so while something can still be done about it."""

@@ -52,6 +52,8 @@ class Assembler:
     ) -> None:
         self._infos, self._layers, self._pool, self._at = infos, list(layers), pool, at
         self._chosen: dict[tuple[int | None, int], np.ndarray | None] = {}  # the sample of the first step stays
+        self._sizes = {layer.layer: layer.num_experts for layer in layers}
+        self.misfits: list[int] = []  # steps whose attention mask has another number of tokens than was routed
 
     def record(self, job: Job) -> StepRecord:
         """The step as the writer takes it. Buffers go back to the pool when the writer lets go of them."""
@@ -73,6 +75,8 @@ class Assembler:
             width = self._infos[name].num_experts if self._infos[name].expert_axis is not None else None
             record.presence[name] = np.full(() if width is None else (width,), NONE, np.uint8)
         record.routing = routing_records(job.micro_steps, self._layers)
+        if any(not fits(micro, self._layers) for micro in job.micro_steps):
+            self.misfits.append(job.step)
         if self._at.experts != "all" and record.recorded:
             self._thin(record)
         return record
@@ -89,17 +93,42 @@ class Assembler:
         loads = {layer.layer: tokens_per_expert(record.routing, layer) for layer in self._layers}
         for (stream, name), raw in list(record.tensors.items()):
             info = self._infos[name]
-            if stream not in ("gradient", "grad_buffer") or info.expert_axis is None or info.num_experts is None:
+            if stream not in ("gradient", "grad_buffer"):
                 continue
-            key = (info.layer, info.num_experts)
-            if key not in self._chosen:
-                load = loads.get(info.layer) if info.layer is not None else None
-                self._chosen[key] = self._at.choose_experts(info.num_experts, load)
-            ids = self._chosen[key]
-            if ids is not None:
+            ids = self._ids_of(info, loads)
+            if ids is not None and info.expert is not None:
+                if info.expert not in ids:  # of a list of experts: recorded whole, or not at all
+                    del record.tensors[stream, name]
+                    record.presence.pop(name, None)
+            elif ids is not None:
+                assert info.expert_axis is not None
                 kept = np.ascontiguousarray(np.take(raw.data, ids, axis=info.expert_axis))
                 record.tensors[stream, name] = RawTensor(raw.dtype, tuple(kept.shape), kept)
                 record.experts[name] = ids
+
+    def _ids_of(self, info: ParamInfo, loads: Mapping[int, np.ndarray]) -> np.ndarray | None:
+        """The chosen experts of a parameter's layer; None for all, and for a parameter of no expert."""
+        count = (
+            info.num_experts
+            if info.expert_axis is not None
+            else self._sizes.get(-1 if info.layer is None else info.layer)
+        )
+        if count is None or (info.expert_axis is None and info.expert is None):
+            return None
+        key = (info.layer, count)
+        if key not in self._chosen:
+            load = loads.get(info.layer) if info.layer is not None else None
+            self._chosen[key] = self._at.choose_experts(count, load)
+        return self._chosen[key]
+
+
+def fits(micro: MicroStep, layers: Iterable[MoELayer]) -> bool:
+    """Whether the attention mask, where there is one, has an entry per routed token."""
+    if micro.mask is None:
+        return True
+    captures = [micro.capture(layer) for layer in layers]
+    ids = [c.topk_expert_ids for c in captures if c is not None and c.topk_expert_ids is not None]
+    return all(len(each) == micro.mask.numel() for each in ids)
 
 
 def routing_records(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> list[RoutingRecord]:

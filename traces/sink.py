@@ -11,7 +11,7 @@ from pathlib import Path
 from traces.errors import GradreelError
 from traces.records import Assembler, Job
 from traces.schema import Header
-from traces.spool import Spool
+from traces.spool import Spool, check_queue
 from traces.writer import TraceWriter
 
 
@@ -22,6 +22,7 @@ class TraceSink:
     """
 
     def __init__(self, path: Path, assembler: Assembler, when_full: str, queue_steps: int) -> None:
+        check_queue(when_full, queue_steps)
         self.path, self.lost = path, 0
         self.first_error: BaseException | None = None
         self.writer: TraceWriter | None = None

@@ -178,6 +178,14 @@ def _nothing() -> None:
     return None
 
 
+def check_queue(when_full: str, limit: int) -> None:
+    """Refuse a queue that cannot be."""
+    if when_full not in ("block", "drop"):
+        raise GradreelError(f"when_full {when_full!r} is not allowed; choose 'block' or 'drop'")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise GradreelError(f"queue_steps {limit!r} is not allowed; it must be a whole number, at least 1")
+
+
 class Spool:
     """A bounded queue and its one writer thread.
 
@@ -187,10 +195,7 @@ class Spool:
     """
 
     def __init__(self, work: Callable[[Any], None], limit: int = 4, when_full: str = "block") -> None:
-        if when_full not in ("block", "drop"):
-            raise GradreelError(f"when_full {when_full!r} is not allowed; choose 'block' or 'drop'")
-        if limit < 1:
-            raise GradreelError(f"queue_steps {limit} is not allowed; it must be at least 1")
+        check_queue(when_full, limit)
         self.when_full, self.lost, self.dropped = when_full, 0, 0
         self.first_error: BaseException | None = None
         self._work, self._jobs = work, deque[Any]()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from traces.errors import GradreelError
+from traces.errors import GradreelError, NotRecorded
 from traces.reader import open_trace
 from traces.record_at import RecordAt
 from traces.recorder import Recorder
@@ -200,3 +200,83 @@ def test_two_recordings_of_one_model_into_one_folder(tmp_path: Path) -> None:
             one_of_both = [*first, *second]
             assert sum("already holds a trace" in note for note in one_of_both) == 1
     assert open_trace(tmp_path / "a").steps == [1, 2, 3]
+
+
+class Listed(nn.Module):
+    """A list of experts, of which only the chosen ones run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = Router()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        _, weights, ids = self.router(tokens)
+        every = torch.stack([expert(tokens) for expert in self.experts], dim=1)
+        return (every.gather(1, ids[..., None].expand(-1, -1, WIDTH)) * weights[..., None]).sum(1)
+
+
+def test_chosen_experts_of_a_list(tmp_path: Path) -> None:
+    model = Listed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Recorder(tmp_path / "a", model, optimizer, RecordAt(experts=[0, 2]), notify=str):
+        train(model, optimizer)
+    trace = open_trace(tmp_path / "a")
+    assert trace.verify() == []
+    assert trace.gradient("experts.2.weight", 1) is not None
+    with pytest.raises(NotRecorded, match=r"experts\.1\.weight"):
+        trace.gradient("experts.1.weight", 1)
+    with pytest.raises(GradreelError, match="experts names id 3, the layer has experts 0 to 2"):
+        Recorder(tmp_path / "b", model, optimizer, RecordAt(experts=[3]))
+
+
+def test_a_mask_that_stops_fitting_is_told(tmp_path: Path) -> None:
+    notes: list[str] = []
+    model, optimizer = pair()
+    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append) as reel:
+        for size in (6, 6, 5):
+            reel.mask(torch.ones(size))
+            train(model, optimizer, steps=1)
+        with pytest.raises(GradreelError, match="mask is a str"):
+            reel.mask("text")  # type: ignore[arg-type]
+    assert sum("did not fit the routed tokens in 1 steps, first in step 3" in note for note in notes) == 1
+
+
+def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = pair()
+    with Recorder("a.trace", model, optimizer, notify=str):
+        monkeypatch.chdir(tmp_path / "below")
+        train(model, optimizer)
+    assert open_trace(tmp_path / "a.trace").steps == [1, 2]
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ((5, "model"), {}, "path 5 is no path"),
+        (("a\0b", "model"), {}, "is no path"),
+        (("x" * 300, "model"), {}, "cannot be used: File name too long"),
+        (("a", "optimizer", "model"), {}, "model is a SGD, not a torch.nn.Module"),
+        (("a", "model"), {"at": 5}, "at is a int, not a RecordAt"),
+        (("a", "model"), {"roles": 5}, "roles is a int"),
+        (("a", "model"), {"when_full": "wait"}, "when_full 'wait' is not allowed"),
+        (("a", "model"), {"queue_steps": 0}, "queue_steps 0 is not allowed"),
+        (("a", "model"), {"queue_steps": 1.5}, "queue_steps 1.5 is not allowed"),
+        (("a", "model"), {"layout": {"experts": "*.experts", "num_experts": 7}}, "num_experts is 7, module"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, options: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = pair()
+    named = {"model": model, "optimizer": optimizer}
+    with pytest.raises(GradreelError) as error:
+        Recorder(*(named.get(each, each) for each in arguments), **options)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
