@@ -1,6 +1,7 @@
 """The demo end to end with tiny settings, and what becomes of folders that are there already."""
 
 import dataclasses
+import html
 import json
 import math
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_the_recorded_optimizer_is_reproduced_bit_for_bit(finished: demo.DemoRes
 
 def test_the_last_lines_name_report_verdict_and_three_commands(finished: demo.DemoResult) -> None:
     lines = finished.closing_lines()
-    page = finished.report.read_text()
+    page = html.unescape(finished.report.read_text())
     assert f"Report: {finished.report}" in lines
     assert f"Verdict: {finished.verdict}" in lines
     assert len([line for line in lines if line.startswith("  gradreel ")]) == 3
@@ -67,7 +68,7 @@ def test_the_last_lines_name_report_verdict_and_three_commands(finished: demo.De
     assert OPEN_LOOP_NOTE in page
     assert str(finished.trace) in page
     assert ".demo-" not in page
-    assert finished.verdict[:30] in page
+    assert finished.verdict in page
 
 
 def test_the_demo_has_every_metric_that_the_figures_need() -> None:
