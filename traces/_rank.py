@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from traces._files import short
+from traces._files import Stamp, short
 from traces.chunks import ChunkFile
 from traces.errors import TraceError
 from traces.routing import RoutingFile
@@ -107,6 +107,8 @@ class RankFolder:
         self.problems: list[tuple[str, TraceError]] = []
         self._cache: OrderedDict[int, dict[int, SealedStep]] = OrderedDict()
         self._chunks: OrderedDict[str, ChunkFile] = OrderedDict()
+        #: What was hashed already: a replay walks a long trace once per group of parameters, and forgets indexes.
+        self._checked: dict[str, Stamp] = {}
         self._routing: OrderedDict[str, RoutingFile] = OrderedDict()
         self._rows: OrderedDict[int, dict[tuple[int, int], int]] = OrderedDict()
         self._load(tolerant)
@@ -154,7 +156,9 @@ class RankFolder:
             return None
         if entry.name not in self._chunks:
             steps = (seal.steps[0], seal.steps[-1])
-            self._chunks[entry.name] = ChunkFile(self.folder / entry.name, entry, steps, self._check_hash)
+            self._chunks[entry.name] = ChunkFile(
+                self.folder / entry.name, entry, steps, self._check_hash, self._checked
+            )
         self._chunks.move_to_end(entry.name)
         if len(self._chunks) > _KEPT_INDEXES:
             self._chunks.popitem(last=False)

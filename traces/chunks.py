@@ -152,10 +152,19 @@ class ChunkFile:
     """One sealed safetensors file, checked against its seal the first time it is touched.
 
     Reading opens the file anew, compares size and times with what was checked, and reads only the bytes asked for.
+    `checked` remembers by file name what was hashed, beyond the life of this object.
     """
 
-    def __init__(self, path: Path, entry: FileEntry, steps: tuple[int, int], check_hash: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        entry: FileEntry,
+        steps: tuple[int, int],
+        check_hash: bool = True,
+        checked: dict[str, Stamp] | None = None,
+    ) -> None:
         self.path, self.entry, self.steps, self.check_hash = path, entry, steps, check_hash
+        self._checked: dict[str, Stamp] = {} if checked is None else checked
         self._index: dict[Key, Slot] | None = None
         self._stamp: Stamp | None = None
         self._lock = threading.Lock()
@@ -170,16 +179,18 @@ class ChunkFile:
         with self._lock:
             if self._index is None:
                 with naming_steps(self.path, self.steps), opened(self.path) as (descriptor, status):
-                    check_entry(descriptor, status.st_size, self.entry, self.path, self.check_hash)
-                    self._index = read_index(descriptor, status.st_size, self.path)
                     self._stamp = stamp_of(status)
+                    known = self._checked.get(self.entry.name) == self._stamp
+                    check_entry(descriptor, status.st_size, self.entry, self.path, self.check_hash and not known)
+                    self._index = read_index(descriptor, status.st_size, self.path)
+                    self._checked[self.entry.name] = self._stamp
                 for key in self._index:
                     if not self.steps[0] <= key[0] <= self.steps[1]:
                         raise TraceError(f"{self.where}: holds a tensor of step {key[0]}, which its seal does not name")
             return self._index
 
     def forget(self) -> None:
-        """Drop the parsed header; the next reader checks the file again."""
+        """Drop the parsed header."""
         with self._lock:
             self._index = None
 

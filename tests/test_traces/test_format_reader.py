@@ -14,6 +14,7 @@ import polars as pl
 import pytest
 import torch
 
+import traces.chunks
 from traces import NotRecorded, RecordAt, TraceError, open_trace
 from traces.errors import UnknownName
 from traces.reader import Trace
@@ -359,3 +360,22 @@ def test_reading_never_imports_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_file_is_hashed_once_however_often_it_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay walks the trace once per group of parameters, with fewer indexes kept than there are files."""
+    write_synthetic(tmp_path / "a", steps=12, chunk_steps=2)
+    hashed = []
+    monkeypatch.setattr("traces._rank._KEPT_INDEXES", 2)
+    original = traces.chunks.sha256_of
+    monkeypatch.setattr("traces.chunks.sha256_of", lambda *args: hashed.append(args[2].name) or original(*args))
+    trace = open_trace(tmp_path / "a")
+    name = next(iter(trace.infos))
+    for _ in range(3):
+        for step in trace.steps:
+            trace.raw("gradient", name, step)
+    assert sorted(hashed) == [f"chunk-{number:06d}.safetensors" for number in range(6)]
+    chunk = tmp_path / "a" / "rank-00000" / "chunk-000000.safetensors"
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"\x7f")  # another time, so another file
+    with pytest.raises(TraceError, match="damaged"):
+        trace.raw("gradient", name, 1)
