@@ -11,6 +11,7 @@ import numpy as np
 
 from traces._json import clip
 from traces.errors import GradreelError
+from traces.routing import id_dtype
 from traces.schema import DTYPES, LayerInfo
 from traces.views import ROLES, STREAMS, ParamInfo
 
@@ -180,7 +181,7 @@ class RecordAt:
             total += sum(count * width for stream in _TENSOR_STREAMS if stream in self.streams)
             total += param.numel * DTYPES[param.dtype][1].itemsize if "weight" in self.streams else 0
         for layer in layers:
-            id_bytes = 1 if layer.num_experts <= 128 else 2 if layer.num_experts <= 32768 else 4
+            id_bytes = id_dtype(layer.num_experts).itemsize
             total += tokens_per_step * layer.top_k * id_bytes if "routing" in self.streams else 0
             total += tokens_per_step * layer.top_k * 4 if "scores" in self.streams else 0
             total += tokens_per_step * layer.num_experts * 4 if "logits" in self.streams else 0
