@@ -26,10 +26,7 @@ def live_views(
     records = routing_records(job.micro_steps, layers)
     routings = {layer.layer: found for layer in layers if (found := routing_step(job.step, records, layer)) is not None}
     scalars = {key: plain_scalar(value) for key, value in job.scalars.items()}
-    views = [
-        StepView(job.step, layer=number, routing=routing, tokens_per_expert=routing.tokens_per_expert, scalars=scalars)
-        for number, routing in routings.items()
-    ]
+    views = [StepView(job.step, layer=number, routing=routing, scalars=scalars) for number, routing in routings.items()]
     for name, gradient in gradients.items():
         info = infos[name]
         routing = routings.get(info.layer) if info.layer is not None and info.role == "routed_expert" else None
