@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.optim import _state
+from toolkit.optim._averaging import AveragingCheck
 from toolkit.optim._groups import describe, role_groups
 from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve, several_processes
+from toolkit.optim._routing import RoutingCounts
 from toolkit.optim._shards import Shard
 from toolkit.recipes import Recipe, Stepper
 from toolkit.recipes._checks import not_negative, one_of
@@ -63,6 +65,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
         self._infos: dict[nn.Parameter, Any] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
         self._hidden: dict[nn.Parameter, HiddenMomentum] = {}
+        self._routing: RoutingCounts | None = None
+        self._averaging: AveragingCheck | None = None
         super().__init__(params, {"lr": base, "role": "other", "layouts": None})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,7 +104,18 @@ class RecipeOptimizer(torch.optim.Optimizer):
         # GradScaler.step asks. Before the first step "auto" can still keep the buffer apart, and the scaler unscales
         # and skips as ever; later it must show itself: scaled gradients were added onto the buffer.
         self._keep_apart()
+        if self._routing is not None:
+            self._routing.step_may_come()
         return bool(self._hidden)
+
+    def watch(self, model: nn.Module) -> None:
+        """Read off `model` what only it can tell; `make_optimizer` does so. See there."""
+        steppers = [Stepper(self.recipe, info, device="meta") for info in self._infos.values()]
+        if any(stepper.chain.has("token_gate") for stepper in steppers if stepper.is_expert):
+            self._routing = RoutingCounts(model)
+        if any(stepper.buffer_key is not None for stepper in steppers):
+            self._averaging = AveragingCheck(model)
+            self._averaging.check()
 
     def _keep_apart(self) -> None:
         for parameter in [p for p, hidden in self._hidden.items() if not hidden.active]:
@@ -135,18 +150,28 @@ class RecipeOptimizer(torch.optim.Optimizer):
                 "a process group was set up while hidden momentum is attached, so its history was reduced too; set it "
                 "up first, or build the optimizer with hidden_momentum='apart'"
             )
+        if self._averaging is not None:
+            self._averaging.check()
+        counts = {} if self._routing is None else self._routing.take()
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._step_one(parameter, float(group["lr"]))
+                layer = self._infos[parameter].layer
+                self._step_one(parameter, float(group["lr"]), None if layer is None else counts.get(layer))
         return loss
 
     @torch.no_grad()
-    def _step_one(self, parameter: nn.Parameter, lr: float) -> None:
+    def _step_one(self, parameter: nn.Parameter, lr: float, tokens: Tensor | None) -> None:
         hidden, given = self._hidden.get(parameter), parameter.grad
         if hidden is not None and hidden.active and given is None:
             if hidden.pending:
-                stepper = self._stepper(parameter)
-                stepper.step(parameter.detach(), hidden.buffer, lr=lr, presence=hidden.codes(), gradient_in_buffer=True)
+                self._stepper(parameter).step(
+                    parameter.detach(),
+                    hidden.buffer,
+                    lr=lr,
+                    presence=hidden.codes(),
+                    tokens_per_expert=tokens,
+                    gradient_in_buffer=True,
+                )
             hidden.finish_step()
             return
         if given is None:
@@ -159,7 +184,10 @@ class RecipeOptimizer(torch.optim.Optimizer):
             raise GradreelError(f"{stepper.info.name}: its gradient is {gradient.layout}; allowed: dense gradients")
         gradient = gradient.neg() if self.maximize else gradient
         watch = stepper.is_expert and self.recipe.idle != "as_zero"
-        stepper.step(weight, gradient, lr=lr, presence=presence_codes(gradient, stepper) if watch else None)
+        presence = presence_codes(gradient, stepper) if watch else None
+        if shard is not None and tokens is not None and not shard.gathered:
+            tokens = shard.own_experts(tokens)
+        stepper.step(weight, gradient, lr=lr, presence=presence, tokens_per_expert=tokens)
         if shard is not None:
             shard.write_back(parameter, weight)
         if hidden is not None:
@@ -174,6 +202,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
                 f"zero_grad between backward and step would have to remove a gradient from the momentum of {lost[0]}; "
                 "call step first, use torch.autograd.grad for probes, or hidden_momentum='apart'"
             )
+        if self._routing is not None:
+            self._routing.forget()
         super().zero_grad(set_to_none)
 
     def track_fresh_gradients(self, on: bool = True) -> None:
@@ -280,6 +310,11 @@ def make_optimizer(
     """The optimizer for a model: roles found in it choose the chains.
 
     `recipe`: a name such as "mesh+adam_rest", or a Recipe; `lr`: its base rate (default: the recipe's); `roles`
-    overrides the role of named parameters; `options` are switches of the recipe and of `RecipeOptimizer`.
+    overrides the role of named parameters; `options` are switches of the recipe and of `RecipeOptimizer`. Where the
+    recipe has a token gate, hooks on the model count the tokens of each expert. Which experts are idle is read off
+    this step's own gradient, as a recording does. Errors: GradreelError for a DDP communication hook that does not
+    average, under hidden momentum.
     """
-    return RecipeOptimizer(role_groups(model, roles), recipe, lr=lr, **options)
+    optimizer = RecipeOptimizer(role_groups(model, roles), recipe, lr=lr, **options)
+    optimizer.watch(model)
+    return optimizer

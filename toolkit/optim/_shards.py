@@ -8,14 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.recipes import Recipe
-from toolkit.recipes._stepper import couples_experts
+from toolkit.recipes._stepper import couples_experts, is_elementwise
 from traces.errors import GradreelError
 from traces.views import ParamInfo
-
-#: Stages that treat every element alone.
-ELEMENTWISE = frozenset(
-    {"second_moment", "ema", "unbias", "heavy_ball", "hidden_ema", "sign", "divide", "coupled_decay", "lion", "apply"}
-)
 
 
 class Shard:
@@ -30,10 +25,10 @@ class Shard:
         if any(p.is_partial() for p in parameter.placements):
             raise GradreelError(f"{info.name}: placement {parameter.placements}; allowed: Shard and Replicate")
         chain = recipe.chain_for(info)
-        alone = all(stage.name in ELEMENTWISE for stage in chain)
+        alone = is_elementwise(chain)
         by_expert = axes <= {info.expert_axis} and not any(couples_experts(stage) for stage in chain)
         self.gathered = bool(axes) and not (by_expert or (alone and axes <= {0}))
-        self.first_element, self.info = 0, info
+        self.first_element, self.first_expert, self.info = 0, 0, info
         if axes and not self.gathered:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -43,7 +38,14 @@ class Shard:
             row = info.numel // info.shape[0] if info.shape[0] else 0
             self.first_element = int(offset[0]) * row
             experts = shape[0] if info.expert_axis == 0 else info.num_experts
+            self.first_expert = int(offset[0]) if info.expert_axis == 0 else 0
             self.info = replace(info, shape=tuple(shape), num_experts=experts, strides=None)
+
+    def own_experts(self, counts: Tensor) -> Tensor:
+        """Of one count per expert those of the experts this rank steps."""
+        if self.info.expert_axis != 0:
+            return counts
+        return counts[self.first_expert : self.first_expert + self.info.shape[0]]
 
     def whole(self, tensor: Any) -> Tensor:
         """What the stepper works on: the gathered tensor or the local one."""

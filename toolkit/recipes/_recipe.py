@@ -27,9 +27,11 @@ class Recipe:
 
     `groups` maps a role, `"1-D"` or `"rest"` to a chain; for one parameter the order is: role + "/1-D" if its matrices
     have fewer than two axes, "1-D", the role, "rest". `lr` is the default base rate. `idle` says what happens to an
-    expert without tokens (DESIGN section 5). `temporaries` counts parameter-sized float32 temporaries at the peak of
-    one step, of the original code (or of this one where none was measured) and of this one; stacks of experts are
-    stepped in blocks, so theirs are smaller still.
+    expert without tokens. `temporaries` counts parameter-sized float32 temporaries at the peak of one step, of the
+    original code (or of this one where none was measured) and of this one, for float32 matrices (galore and apollo:
+    whose shorter side is no longer than their rank). Stacks of experts, and elementwise chains on any parameter, are
+    stepped 2^24 elements at a time, so theirs are smaller still. bfloat16 parameters add one widened gradient, and
+    40 MiB for rounding 2^20 elements at a time.
     """
 
     name: str

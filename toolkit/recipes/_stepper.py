@@ -22,8 +22,12 @@ from toolkit.stages._within import slots_of_stages
 from traces.errors import GradreelError
 from traces.views import ParamInfo
 
-#: Elements of a stack of experts that are stepped at once.
+#: Elements that are stepped at once: of a stack of experts, and of any parameter whose chain is elementwise.
 BLOCK = 1 << 24
+#: Stages that treat every element alone.
+ELEMENTWISE = frozenset(
+    {"second_moment", "ema", "unbias", "heavy_ball", "hidden_ema", "sign", "divide", "coupled_decay", "lion", "apply"}
+)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 STEP = "step"
 
@@ -49,6 +53,11 @@ def counter_shape(recipe: Recipe, chain: Chain, info: ParamInfo) -> tuple[int, .
     if not (chain.counts_steps or rounds):
         return None
     return (info.shape[info.expert_axis],) if info.expert_axis is not None and recipe.idle == "skip" else ()
+
+
+def is_elementwise(chain: Chain) -> bool:
+    """Whether no element of a parameter influences another."""
+    return all(stage.name in ELEMENTWISE for stage in chain)
 
 
 def couples_experts(stage: Stage) -> bool:
@@ -133,22 +142,24 @@ class Stepper:
         if chosen is not None and not bool(chosen.any()):
             return torch.zeros_like(self.layout.restore(x)) if want_update else None
         moving = busy if self.idle == "decay" and self.is_expert else None
-        tokens = None if tokens_per_expert is None else torch.as_tensor(tokens_per_expert)
+        tokens = self._tokens(tokens_per_expert)
         count, serial = self._advance(chosen)
         rng = self.rng or CounterRng(self.seed, serial, self.info.name)
         full = torch.zeros_like(x) if want_update else None
         for part in self._parts(chosen, x):
-            piece, slots = take(w, part), {k: take(t, part, self._per_expert[k]) for k, t in self._slot_items()}
+            rows = isinstance(part, slice) and not self.layout.expert_stacked
+            piece = take(w, part)
+            slots = {k: take(t, part, rows or self._per_expert[k]) for k, t in self._slot_items()}
             ctx = Context(
                 weight=piece,
                 lr=float(lr) * self.chain.lr_scale,
                 step=take(count, part) if isinstance(count, Tensor) else count,
                 rng=self._random(rng, part, x),
                 expert_stacked=self.layout.expert_stacked,
-                tokens_per_expert=None if tokens is None else take(tokens, part),
+                tokens_per_expert=None if tokens is None else take(tokens, part, self.layout.expert_stacked),
                 gradient_in_buffer=gradient_in_buffer,
             )
-            moves = None if moving is None else take(moving, part)
+            moves = None if moving is None else take(moving, part, not rows)
             update = self._run(take(x, part), slots, ctx, moves, want_update)
             if isinstance(part, Tensor):
                 put(w, part, piece)
@@ -182,10 +193,33 @@ class Stepper:
                     mine[slot.name].mul_(stage.options["beta"])
         return direction if want_update else None
 
+    def _tokens(self, counts: Any) -> Tensor | None:
+        # Of the layer's counts those of this parameter's experts; other parameters have none.
+        if not self.is_expert:
+            return None
+        if counts is None:
+            if self.chain.has("token_gate"):
+                raise GradreelError(
+                    f"{self.info.name}: a token gate needs tokens_per_expert; record the routing, build the optimizer "
+                    "by make_optimizer(model, ..), or leave the gate out"
+                )
+            return None
+        tokens = torch.as_tensor(counts).reshape(-1)
+        if self.layout.expert_stacked:
+            wanted = self.layout.experts
+            if tokens.numel() != wanted:
+                raise GradreelError(
+                    f"{self.info.name}: tokens_per_expert has {tokens.numel()} entries; "
+                    f"allowed: {wanted}, one per expert"
+                )
+            return tokens
+        assert self.info.expert is not None
+        return tokens if tokens.numel() == 1 else tokens[self.info.expert : self.info.expert + 1]
+
     def _parts(self, chosen: Tensor | None, x: Tensor) -> Iterator[Part]:
         # Blocks of experts, so that what stages allocate stays small beside the parameter.
         if not self.layout.expert_stacked:
-            yield None
+            yield from self._row_blocks(x)
             return
         each = max(1, x[:1].numel())
         size = self.layout.experts if any(map(couples_experts, self.chain)) else max(1, BLOCK // each)
@@ -197,8 +231,17 @@ class Stepper:
             for start in range(0, self.layout.experts, size):
                 yield slice(start, min(start + size, self.layout.experts))
 
+    def _row_blocks(self, x: Tensor) -> Iterator[Part]:
+        if x.numel() <= BLOCK or not x.dim() or not is_elementwise(self.chain):
+            yield None
+            return
+        # Multiples of 64 rows, so that vectorised loops meet their ends where they would in one piece.
+        size = max(64, BLOCK // x[:1].numel() // 64 * 64)
+        for start in range(0, x.shape[0], size):
+            yield slice(start, min(start + size, x.shape[0]))
+
     def _random(self, rng: Any, part: Part, x: Tensor) -> Any:
-        size = x[:1].numel() if self.layout.expert_stacked else 0
+        size = 0 if part is None else x[:1].numel()
         if isinstance(part, Tensor):
             return SlicedRng(rng, base=self.first_element, experts=part.tolist(), size=size)
         base = self.first_element + (0 if part is None else part.start * size)

@@ -58,7 +58,7 @@ def build(options: AdafactorOptions) -> Recipe:
         groups=groups,
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 4.0, "ours": 3.0},
+        temporaries={"original": 4.0, "ours": 2.0 if options.scale_parameter or options.relative_step else 1.0},
     )
 
 

@@ -57,7 +57,7 @@ def build(options: ApolloOptions) -> Recipe:
         groups={ONE_D: adam, REST: matrices},
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 2.0, "ours": 5.1},
+        temporaries={"original": 2.0, "ours": 4.0},
     )
 
 

@@ -36,7 +36,7 @@ def build(options: LionOptions) -> Recipe:
         groups={REST: table},
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 7.0, "ours": 2.3},
+        temporaries={"original": 7.0, "ours": 1.0},
     )
 
 

@@ -50,7 +50,7 @@ def build(options: MeshBOptions) -> Recipe:
         groups=table(options, experts),
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 2.3, "ours": 2.3},
+        temporaries={"original": 2.3, "ours": 1.0 if options.multiplier == "after" else 2.0},
     )
 
 

@@ -46,7 +46,7 @@ def build(options: MeshFullStateOptions) -> Recipe:
         groups=table(options, chain(*stages, end)),
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 2.3, "ours": 2.3},
+        temporaries={"original": 2.3, "ours": 2.0 if options.experts == "sinkhorn_of_adam" else 1.0},
     )
 
 

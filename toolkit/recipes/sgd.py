@@ -40,8 +40,9 @@ def build(options: SGDOptions) -> Recipe:
     if options.momentum:
         stages.append(stage("heavy_ball", beta=options.momentum, nesterov=options.nesterov))
     table = chain(*stages, stage("apply", rounding=options.rounding))
+    ours = float(options.nesterov) + (options.weight_decay > 0)
     return Recipe(
-        name="sgd", groups={REST: table}, lr=options.lr, idle=options.idle, temporaries={"original": 0.0, "ours": 2.0}
+        name="sgd", groups={REST: table}, lr=options.lr, idle=options.idle, temporaries={"original": 0.0, "ours": ours}
     )
 
 

@@ -20,7 +20,7 @@ def build(options: SinkVOptions) -> Recipe:
         groups=table(options, "snr"),
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 3.1, "ours": 3.1},
+        temporaries={"original": 3.1, "ours": 2.0},
     )
 
 

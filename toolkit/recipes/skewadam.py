@@ -103,7 +103,7 @@ def build(options: SkewAdamOptions) -> Recipe:
         groups=groups,
         lr=options.lr,
         idle=options.idle,
-        temporaries={"original": 6.0, "ours": 3.0},
+        temporaries={"original": 6.0, "ours": 1.0},
     )
 
 

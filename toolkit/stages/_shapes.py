@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.stages._stage import Context, Ratio
+
+#: Matrices above so many elements are reduced in pieces of rows, lest squares take the room of another parameter.
+SMALL = 1 << 14
+PIECES = 16
+
+
+def row_pieces(x: Tensor) -> Iterator[Tensor]:
+    """Views of some rows of every matrix, at most `PIECES`; how many rows depends on the matrix's size alone."""
+    if x.dim() < 2 or x.shape[-2] * x.shape[-1] <= SMALL:
+        yield x
+    else:
+        yield from x.split(-(-x.shape[-2] // PIECES), -2)
+
+
+def mean_squares(x: Tensor, added: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Means of x^2 + `added` over columns, [.., m], and over rows, [.., n]."""
+    rows, columns = list[Tensor](), None
+    for piece in row_pieces(x):
+        squares = piece.square()
+        if added:
+            squares.add_(added)
+        rows.append(squares.mean(-1))
+        if piece.shape[-2] == x.shape[-2]:
+            return rows[0], squares.mean(-2)
+        columns = squares.sum(-2) if columns is None else columns.add_(squares.sum(-2))
+    assert columns is not None
+    return torch.cat(rows, -1), columns.div_(x.shape[-2])
+
+
+def mean_magnitude(x: Tensor) -> Tensor:
+    """Mean of abs(x) over the rows of each matrix, [.., n]."""
+    total = None
+    for piece in row_pieces(x):
+        if piece.shape[-2] == x.shape[-2]:
+            return piece.abs().mean(-2)
+        total = piece.abs().sum(-2) if total is None else total.add_(piece.abs().sum(-2))
+    assert total is not None
+    return total.div_(x.shape[-2])
 
 
 def matrix_dims(x: Tensor, ctx: Context) -> tuple[int, ...]:
@@ -57,6 +96,11 @@ def direction(x: Tensor | Ratio) -> Tensor:
     return x.direction() if isinstance(x, Ratio) else x
 
 
+def owned_direction(x: Tensor | Ratio) -> Tensor:
+    """`direction`, for a stage that may change the result if x is a ratio; the ratio is used up."""
+    return x.multiply_out() if isinstance(x, Ratio) else x
+
+
 def on_numerator(x: Tensor | Ratio, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to a tensor, or to the numerator of a ratio, whose denominator then waits for the end."""
     if isinstance(x, Ratio):
@@ -73,14 +117,27 @@ def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Root mean square over `dims`, kept as axes of size 1; scaled by the largest element lest squares overflow."""
     if not dims or not x.numel():
         return x.abs()
-    largest = x.abs().amax(dims, keepdim=True)
+    largest = torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
     safe = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
-    return (x / safe).square_().mean(dims, keepdim=True).sqrt_().mul_(safe)
+    pieces = list(row_pieces(x)) if -2 in dims else [x]
+    if len(pieces) == 1:
+        return (x / safe).square_().mean(dims, keepdim=True).sqrt_().mul_(safe)
+    total = sum(piece.div(safe).square_().sum(dims, keepdim=True) for piece in pieces)
+    assert isinstance(total, Tensor)
+    return total.div_(math.prod(x.shape[dim] for dim in dims)).sqrt_().mul_(safe)
 
 
 def sign_of(x: Tensor) -> Tensor:
     """sign(x) with NaN kept: torch's own makes it 0, and a broken expert would look idle."""
-    return x.sign().masked_fill_(x.isnan(), torch.nan)
+    return to_signs(x.clone())
+
+
+def to_signs(x: Tensor) -> Tensor:
+    """`sign_of`, in place."""
+    for piece in row_pieces(x):
+        broken = piece.isnan()
+        piece.sign_().masked_fill_(broken, torch.nan)
+    return x
 
 
 def divide_or_zero(x: Tensor, by: Tensor) -> Tensor:

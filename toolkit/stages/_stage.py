@@ -91,6 +91,16 @@ class Ratio:
         """The update as one tensor, before lr."""
         return self.numerator / self.denominator / self.divisor
 
+    def multiply_out(self) -> Tensor:
+        """`direction`, in the denominator's memory where it is as large; the ratio must not be used again."""
+        top, under = self.numerator, self.denominator
+        spread = any(stride == 0 and size > 1 for stride, size in zip(under.stride(), under.shape, strict=True))
+        if spread or under.shape != top.shape or under.dtype != top.dtype:
+            return (top / under).div_(self.divisor)
+        import torch
+
+        return torch.div(top, under, out=under).div_(self.divisor)
+
 
 Update = "Tensor | Ratio"
 

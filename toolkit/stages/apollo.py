@@ -12,6 +12,9 @@ from toolkit.stages._rng import CounterRng
 from toolkit.stages._shapes import bias_correction, direction, divide_or_zero, per_expert
 from toolkit.stages._stage import Context, Ratio, Shape, Slot, Slots, Stage, defaults_of
 
+#: Elements of a projection that are drawn in float64 at once.
+DRAWN_AT_ONCE = 1 << 12
+
 
 def apollo(
     x: Tensor | Ratio,
@@ -41,7 +44,8 @@ def apollo(
     root = second.div(per_expert(bias_correction(beta2, ctx.step), second)).sqrt_().add_(eps)
     adam = first / per_expert(bias_correction(beta1, ctx.step), first) / root
     factor = divide_or_zero(adam.norm(dim=-2, keepdim=True), projected.norm(dim=-2, keepdim=True))
-    update = work * factor * scale
+    del projected, root, adam
+    update = (work * factor).mul_(scale)
     update = update.mT if turned else update
     return _limited(update, slots["last_norm"], growth)
 
@@ -51,7 +55,7 @@ def _limited(update: Tensor, last: Tensor, growth: float) -> Tensor:
     if growth:
         allowed = torch.where(last > 0, last * growth, norm)
         shrink = torch.where(norm > allowed, divide_or_zero(allowed, norm), 1.0)
-        update, norm = update * shrink[..., None, None], norm * shrink
+        update, norm = update.mul_(shrink[..., None, None]), norm * shrink
     # An expert without a gradient keeps its limit, or its next step could not grow from zero.
     last.copy_(torch.where(norm > 0, norm, last))
     return update
@@ -64,9 +68,14 @@ def _projection(ctx: Context, size: int, rank: int, refresh: int, like: Tensor) 
             base = base.rng
         rng = CounterRng(getattr(base, "seed", 0), period, f"{getattr(base, 'key', 0)}/apollo")
         count = min(rank, size) * size
-        one, two = rng.uniform((2, count), like.device).to(torch.float64)
-        normal = (-2 * torch.log1p(-one)).sqrt() * torch.cos(2 * math.pi * two)
-        return (normal / min(rank, size) ** 0.5).reshape(min(rank, size), size).to(like.dtype)
+        drawn = torch.empty(count, dtype=like.dtype, device=like.device)
+        for start in range(0, count, DRAWN_AT_ONCE):
+            part = (min(DRAWN_AT_ONCE, count - start),)
+            one = rng.uniform(part, like.device, offset=start).to(torch.float64)
+            two = rng.uniform(part, like.device, offset=count + start).to(torch.float64)
+            normal = (-2 * torch.log1p(-one)).sqrt() * torch.cos(2 * math.pi * two)
+            drawn[start : start + part[0]] = normal / min(rank, size) ** 0.5
+        return drawn.reshape(min(rank, size), size)
 
     if isinstance(ctx.step, Tensor):
         periods = ((ctx.step - 1) // refresh).tolist()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import bias_correction, blend, gradient_of, moment_beta, per_expert
+from toolkit.stages._shapes import bias_correction, blend, gradient_of, mean_squares, moment_beta, per_expert
 from toolkit.stages._stage import Context, Ratio, Slot, Slots, Stage, columns, defaults_of, rows
 
 TINY = 1e-15  # keeps the ratio of a row to the mean row defined before any gradient came
@@ -34,13 +34,10 @@ def factored_second_moment(
     With `power` beta is 1 - t^-power, which needs no correction.
     """
     gradient, row, column = gradient_of(x), slots["row_moment"], slots["column_moment"]
-    squares = gradient.square()
-    if eps_mode == "adafactor":
-        squares.add_(eps)
+    over_columns, over_rows = mean_squares(gradient, eps if eps_mode == "adafactor" else 0.0)
     decay = moment_beta(beta, power, ctx.step)
-    blend(row, squares.mean(-1), decay)
-    blend(column, squares.mean(-2), decay)
-    del squares
+    blend(row, over_columns, decay)
+    blend(column, over_rows, decay)
     mean_row = row.mean(-1, keepdim=True)
     ratio = row / (mean_row.clamp_min(TINY) if eps_mode == "v_floor" else torch.where(mean_row == 0, 1.0, mean_row))
     correction = bias_correction(beta, ctx.step)

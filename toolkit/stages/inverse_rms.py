@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import gradient_of
+from toolkit.stages._shapes import gradient_of, mean_squares
 from toolkit.stages._stage import Context, Ratio, Shape, Slot, Slots, Stage, defaults_of
 
 
@@ -19,7 +19,7 @@ def inverse_rms(x: Tensor | Ratio, slots: Slots, ctx: Context, *, beta: float = 
     """
     gradient, v = gradient_of(x), slots["block_moment"]
     size = gradient.shape[-2]
-    per_row = gradient.square().mean(-1)
+    per_row, _ = mean_squares(gradient)
     padding = v.shape[-1] * block - size
     blocks = torch.nn.functional.pad(per_row, (0, padding)).unflatten(-1, (-1, block)).sum(-1)
     counts = torch.full((v.shape[-1],), float(block), device=v.device, dtype=v.dtype)

@@ -39,14 +39,22 @@ def newton_schulz(
     wide = work.dtype if work.dtype == torch.float64 else getattr(torch, dtype)
     work = work.to(wide)
     work = work / (work.norm(dim=(-2, -1), keepdim=True) + eps)
+    shape, work = work.shape, work.flatten(0, -3) if work.dim() > 2 else work[None]
     a, b, c = COEFFICIENTS
     for _ in range(sweeps):
         gram = work @ work.mT
-        work = a * work + (b * gram + c * (gram @ gram)) @ work
+        if wide == torch.bfloat16:  # as published: where each sum is rounded shows in the third digit
+            work = a * work + (b * gram + c * (gram @ gram)) @ work
+            continue
+        mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        work = torch.baddbmm(work, mix, work, beta=a)
+        del mix
+    work = work.reshape(shape)
     result = (work.mT if rows > columns else work).to(update.dtype)
     if scale == "original":
-        return result * max(1.0, rows / columns) ** 0.5
-    return result * (0.2 * max(rows, columns) ** 0.5) if scale == "match_rms_adamw" else result
+        return result.mul_(max(1.0, rows / columns) ** 0.5)
+    return result.mul_(0.2 * max(rows, columns) ** 0.5) if scale == "match_rms_adamw" else result
 
 
 STAGE = Stage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit.stages._shapes import direction, matrix_dims, rms
+from toolkit.stages._shapes import matrix_dims, owned_direction, rms
 from toolkit.stages._stage import Context, Ratio, Slots, Stage, defaults_of
 
 CLIP_SCOPES = ("matrix", "tensor")
@@ -18,9 +18,10 @@ def rms_clip(
     `clip_scope`: "matrix" measures each expert's matrix; "tensor" the whole stack at once, so that one expert's
     spike shrinks all others' steps.
     """
-    update = direction(x)
-    dims = matrix_dims(update, ctx) if clip_scope == "matrix" else tuple(range(update.dim()))
-    return update / (rms(update, dims) / threshold).clamp_min(1.0)
+    update = owned_direction(x)
+    dims = matrix_dims(update, ctx) if clip_scope == "matrix" else tuple(range(-update.dim(), 0))
+    shrink = (rms(update, dims) / threshold).clamp_min(1.0)
+    return update.div_(shrink) if isinstance(x, Ratio) else update / shrink
 
 
 STAGE = Stage("rms_clip", rms_clip, (), defaults_of(rms_clip), doc=rms_clip.__doc__ or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import bias_correction, direction, per_expert, rms, sign_of
+from toolkit.stages._shapes import bias_correction, direction, mean_magnitude, per_expert, rms, to_signs
 from toolkit.stages._stage import Context, Ratio, Slot, Slots, Stage, columns, defaults_of
 
 
@@ -18,11 +18,11 @@ def sage(
     min(rms(S^) / (S^ + eps), rms(s) / (s + eps), 1), S^ being the corrected moving average of s.
     """
     gradient, momentum, average = direction(x), slots["momentum"], slots["column_magnitude"]
-    size = gradient.abs().mean(-2)
+    size = mean_magnitude(gradient)
     average.mul_(beta2).add_(size, alpha=1 - beta2)
     smooth = average / per_expert(bias_correction(beta2, ctx.step), average)
     damping = torch.minimum(rms(smooth, (-1,)) / (smooth + eps), rms(size, (-1,)) / (size + eps)).clamp_max_(1.0)
-    update = sign_of(torch.lerp(momentum, gradient, 1 - beta1)).mul_(damping.unsqueeze(-2))
+    update = to_signs(torch.lerp(momentum, gradient, 1 - beta1)).mul_(damping.unsqueeze(-2))
     momentum.lerp_(gradient, 1 - beta2)
     return update
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from toolkit.stages._shapes import direction, is_matrix, matrix_dims
+from toolkit.stages._shapes import direction, is_matrix, matrix_dims, mean_squares
 from toolkit.stages._stage import Context, Ratio, Slot, Slots, Stage, defaults_of
 
 
@@ -18,15 +18,14 @@ def snr(x: Tensor | Ratio, slots: Slots, ctx: Context, *, beta: float = 0.9) -> 
     (v_row), per column (v_col), or over all of a vector. Full signal gives 1, pure noise nearly 0.
     """
     normalised, momentum = direction(x), slots["momentum"]
-    squares = momentum.square()
     if is_matrix(momentum, ctx):
-        row, column = squares.mean(-1, keepdim=True), squares.mean(-2, keepdim=True)
-        noise = ((1 - row).clamp_min_(0) * (1 - column).clamp_min_(0)).sqrt_()
-    else:
-        dims = matrix_dims(momentum, ctx)
-        mean = squares.mean(dims, keepdim=True) if dims else squares
-        noise = (1 - mean).clamp_min_(0)
-    del squares
+        row, column = mean_squares(momentum)
+        noise = ((1 - row).clamp_min_(0).unsqueeze(-1) * (1 - column).clamp_min_(0).unsqueeze(-2)).sqrt_()
+        momentum.lerp_(normalised, 1 - beta)
+        return torch.atan2(momentum, noise, out=noise).mul_(4 / math.pi)
+    dims = matrix_dims(momentum, ctx)
+    squares = momentum.square()
+    noise = (1 - (squares.mean(dims, keepdim=True) if dims else squares)).clamp_min_(0)
     momentum.lerp_(normalised, 1 - beta)
     return torch.atan2(momentum, noise.expand_as(momentum)).mul_(4 / math.pi)
 

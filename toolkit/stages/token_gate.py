@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit.stages._shapes import on_numerator, per_expert
+from toolkit.stages._shapes import on_numerator
 from toolkit.stages._stage import Context, Ratio, Slots, Stage, defaults_of
 from traces.errors import GradreelError
 
@@ -14,12 +14,16 @@ def token_gate(x: Tensor | Ratio, slots: Slots, ctx: Context, *, min_tokens: int
 
     State before the gate moves on. Errors: GradreelError without token counts, since a gate that guesses is none.
     """
-    if not ctx.expert_stacked:
-        return x
     if ctx.tokens_per_expert is None:
-        raise GradreelError("a token gate needs tokens_per_expert; record the routing, or leave the gate out")
-    open_gates = ctx.tokens_per_expert >= min_tokens
-    return on_numerator(x, lambda values: values * per_expert(open_gates, values))
+        if ctx.expert_stacked:
+            raise GradreelError("a token gate needs tokens_per_expert; record the routing, or leave the gate out")
+        return x
+    closed = ctx.tokens_per_expert < min_tokens
+
+    def gate(values: Tensor) -> Tensor:
+        return values.masked_fill(closed.to(values.device).reshape(-1, *([1] * (values.dim() - 1))), 0.0)
+
+    return on_numerator(x, gate)
 
 
 STAGE = Stage("token_gate", token_gate, (), defaults_of(token_gate), doc=token_gate.__doc__ or "")
