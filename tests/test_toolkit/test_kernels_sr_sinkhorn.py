@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.kernels.sr_sinkhorn import sr_sinkhorn, sr_sinkhorn_apply, sr_sinkhorn_run
+from toolkit.kernels.sr_sinkhorn import sr_sinkhorn, sr_sinkhorn_apply, sr_sinkhorn_apply_each, sr_sinkhorn_run
 from traces.errors import GradreelError
 
 BACKENDS = ("reference", "eager", "cpu")  # triton has a file of its own, since it needs another process
@@ -254,6 +254,21 @@ def test_apply_on_transposed_weights_and_gradients(backend):
     weight = torch.zeros(3, 20, 15)
     sr_sinkhorn_apply(weight, x.mT.contiguous().mT, 1.0, 3, backend=backend)
     assert_close(-weight, sr_sinkhorn(x, 3, "reference").double().numpy(), 5e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_one_run_equal_separate_runs(backend):
+    x, start = torch.from_numpy(noise(3, 131, 93)).float(), torch.from_numpy(noise(3, 131, 93, seed=9)).float()
+    x[1, 3, 4] = math.nan
+    weights = {sweeps: start.clone() for sweeps in (5, 1, 3)}
+    assert sr_sinkhorn_apply_each(weights, x, 0.1, decay=0.01, backend=backend) == backend
+    for sweeps, weight in weights.items():
+        for e in (0, 2):
+            truth = start[e].double() * 0.99 - 0.1 * torch.from_numpy(slow_sinkhorn(x[e].numpy(), sweeps))
+            assert torch.allclose(weight[e].double(), truth, rtol=2e-7, atol=1e-7)
+        assert weight[1].isnan().all()
+    with pytest.raises(GradreelError, match="one dtype"):
+        sr_sinkhorn_apply_each({1: start, 2: start.bfloat16()}, x, 0.1, backend=backend)
 
 
 def test_flushed_denormals_are_the_callers_choice_only():

@@ -84,5 +84,5 @@ def run(
 
     if gradients is not None or moments is not None:
         over_experts(add, experts, m * n)
-    sr_sinkhorn_cpu.apply(w, b, lr, decay, sweeps, compat, rounding=rounding, rng=rng, row_scale=row_scale)
+    sr_sinkhorn_cpu.apply({sweeps: w}, b, lr, decay, compat, rounding=rounding, rng=rng, row_scale=row_scale)
     over_experts(fade, experts, m * n)

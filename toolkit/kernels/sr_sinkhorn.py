@@ -14,7 +14,7 @@ is the fused one for CPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,37 +103,64 @@ def sr_sinkhorn_apply(
     bfloat16 weights are rounded as `rounding` says (`ROUNDINGS` of `_rounding.py`), element i with number i of `rng`.
     An expert with a NaN or an infinity in x becomes NaN, as it would without the kernel.
     """
-    chosen = _check(x, (sweeps,), backend, compat)
-    chosen = check_pair(OP, weight, x, backend, chosen, rounding)
-    if chosen == "triton" and (str(weight.dtype)[6:] not in ("float32", "bfloat16") or rounding != "nearest"):
+    return sr_sinkhorn_apply_each(
+        {sweeps: weight}, x, lr, decay=decay, backend=backend, compat=compat, rounding=rounding, rng=rng
+    )
+
+
+def sr_sinkhorn_apply_each(
+    weights: Mapping[int, Tensor],
+    x: Tensor,
+    lr: float,
+    *,
+    decay: float = 0.0,
+    backend: str | None = None,
+    compat: str = "paper",
+    rounding: str = "nearest",
+    rng: Any = None,
+) -> str:
+    """`sr_sinkhorn_apply` for several numbers of sweeps: `weights[L]` takes the direction after L sweeps.
+
+    All come from one run of the largest L, which reads x as often as that one alone. All weights are of one dtype.
+    """
+    sweeps = sorted(weights)
+    chosen = _check(x, sweeps, backend, compat)
+    first = weights[sweeps[0]]
+    for weight in weights.values():
+        chosen = check_pair(OP, weight, x, backend, chosen, rounding)
+        if weight.dtype != first.dtype:
+            raise GradreelError(f"{OP}: weights are {first.dtype} and {weight.dtype}; give weights of one dtype")
+    if chosen == "triton" and (str(first.dtype)[6:] not in ("float32", "bfloat16") or rounding != "nearest"):
         if backend == "triton":
             raise GradreelError(
                 f"{OP}: backend 'triton' applies to float32 and bfloat16 weights with rounding 'nearest', not to "
-                f"{weight.dtype} with {rounding!r}"
+                f"{first.dtype} with {rounding!r}"
             )
         chosen = "eager"
     import torch
 
+    x = x.detach()
     with torch.no_grad():
         if chosen == "cpu":
             from toolkit.kernels import sr_sinkhorn_cpu
 
-            sr_sinkhorn_cpu.apply(
-                weight.detach(), x.detach(), float(lr), float(decay), sweeps, compat, rounding=rounding, rng=rng
-            )
+            detached = {sweep: weight.detach() for sweep, weight in weights.items()}
+            sr_sinkhorn_cpu.apply(detached, x, float(lr), float(decay), compat, rounding=rounding, rng=rng)
         elif chosen == "triton":
             from toolkit.kernels import sr_sinkhorn_triton
 
-            flat_w = as_matrices(weight.detach()).contiguous()
-            sr_sinkhorn_triton.apply(flat_w, x.detach(), float(lr), float(decay), sweeps, compat)
-            put_back(weight, flat_w)
+            for sweep, weight in weights.items():
+                flat_w = as_matrices(weight.detach()).contiguous()
+                sr_sinkhorn_triton.apply(flat_w, x, float(lr), float(decay), sweep, compat)
+                put_back(weight, flat_w)
         else:
-            direction = _run_torch(x.detach(), [sweeps], compat, True, chosen).directions[sweeps]
-            wide, (m, n) = wide_dtype(weight, chosen), x.shape[-2:]
-            flat_w, flat_d = as_matrices(weight.detach()), as_matrices(direction)
-            for e in range(len(flat_w)):
-                descend(flat_w[e], flat_d[e].to(wide), lr, 1.0 - decay, rounding, rng, e * m * n)
-            put_back(weight, flat_w)
+            directions = _run_torch(x, sweeps, compat, True, chosen).directions
+            wide, (m, n) = wide_dtype(first, chosen), x.shape[-2:]
+            for sweep, weight in weights.items():
+                flat_w, flat_d = as_matrices(weight.detach()), as_matrices(directions[sweep])
+                for e in range(len(flat_w)):
+                    descend(flat_w[e], flat_d[e].to(wide), lr, 1.0 - decay, rounding, rng, e * m * n)
+                put_back(weight, flat_w)
     return chosen
 
 

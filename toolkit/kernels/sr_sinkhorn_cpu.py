@@ -1,192 +1,30 @@
 """sr_sinkhorn on the CPU: one expert at a time, one read of it per sweep, no copy of it.
 
-Legend: x [m, n], w [m] row factors, v [n] column factors, so that the direction is w_i x_ij v_j.
-
-A sweep takes four rows: their sums against v give w, and while they are still in the first-level cache their squares
-go into the column sums, beside the row sums of the next four. Sweeps run down and up alternately, so that each begins
-with what the last one left in cache.
-
-float32 arithmetic, with column sums flushed to float64, for all but the last sweep, which is float64 and so leaves no
-rounding of its own. All sweeps are float64 for small matrices, and wherever a float32 sum leaves [2^-90, 2^90]; within
-that range its squares lose nothing that matters. float64 covers every float32, so nothing is scaled by powers of two.
+Legend: x [m, n], w [m] row factors, v [n] column factors, so that the direction is w_i x_ij v_j. The sweeps
+themselves are in `_sweep_cpu.py`; here are the threads, the directions, and the weights they go into.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.kernels._numba import as_array, in_threads, jit, narrow, over_experts, threads, typed, widen
+from toolkit.kernels._numba import as_array, in_threads, jit, narrow, over_experts, threads, widen
 from toolkit.kernels._store_cpu import RowNoise, philox_row, store_row
+from toolkit.kernels._sweep_cpu import HIGH, LOW, columns_from, solve_here, sweep_rows
 from toolkit.kernels.sr_sinkhorn import SinkhornResult, output_scale, reshape_result
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LOW, _HIGH = 2.0**-90, 2.0**90
-_BLOCKS_PER_FLUSH = 16
 #: Up to here float64 throughout: a few microseconds, and single large elements round less.
 _SMALL = 1 << 13
 #: From here one matrix is split over threads.
 _SPLIT = 1 << 21
-
-
-@jit
-def _row_factor(row, total, low, high):  # type: ignore[no-untyped-def]
-    """sqrt(n / total); 0 for a row of zeros; -1 where the sum is out of range."""
-    if low < total < high:
-        return math.sqrt(row.size / total)
-    for j in range(row.size):
-        if widen(row[j]) != 0:
-            return -1.0
-    return 0.0
-
-
-@jit
-def _row_sums(x, i, w, v):  # type: ignore[no-untyped-def]
-    """Sums of squares of rows i..i+3 against v, into w."""
-    r0 = r1 = r2 = r3 = typed(np.float32(0), v)
-    for j in range(x.shape[1]):
-        q = v[j]
-        t0, t1 = typed(x[i, j], v) * q, typed(x[i + 1, j], v) * q
-        t2, t3 = typed(x[i + 2, j], v) * q, typed(x[i + 3, j], v) * q
-        r0 += t0 * t0
-        r1 += t1 * t1
-        r2 += t2 * t2
-        r3 += t3 * t3
-    w[i], w[i + 1], w[i + 2], w[i + 3] = r0, r1, r2, r3
-
-
-@jit
-def _factors(x, i, w, low, high):  # type: ignore[no-untyped-def]
-    """Turn the sums of rows i..i+3 in w into factors. False: one is out of range."""
-    t0, t1, t2, t3 = w[i], w[i + 1], w[i + 2], w[i + 3]
-    if low < t0 < high and low < t1 < high and low < t2 < high and low < t3 < high:
-        size = typed(np.float32(x.shape[1]), w)
-        w[i], w[i + 1] = np.sqrt(size / t0), np.sqrt(size / t1)
-        w[i + 2], w[i + 3] = np.sqrt(size / t2), np.sqrt(size / t3)
-        return True
-    for q in range(i, i + 4):
-        w[q] = _row_factor(x[q], w[q], low, high)
-        if not w[q] >= 0:
-            return False
-    return True
-
-
-@jit
-def _column_sums(x, i, w, c):  # type: ignore[no-untyped-def]
-    """Add the squares of rows i..i+3, times their factors, to c."""
-    w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
-    for j in range(x.shape[1]):
-        y0, y1 = typed(x[i, j], w) * w0, typed(x[i + 1, j], w) * w1
-        y2, y3 = typed(x[i + 2, j], w) * w2, typed(x[i + 3, j], w) * w3
-        c[j] += (y0 * y0 + y1 * y1) + (y2 * y2 + y3 * y3)
-
-
-@jit
-def _both_sums(x, i, b, w, v, c):  # type: ignore[no-untyped-def]
-    """`_row_sums` of rows i..i+3 and `_column_sums` of rows b..b+3: the first waits for memory, the second does not."""
-    r0 = r1 = r2 = r3 = typed(np.float32(0), v)
-    w0, w1, w2, w3 = w[b], w[b + 1], w[b + 2], w[b + 3]
-    for j in range(x.shape[1]):
-        q = v[j]
-        t0, t1 = typed(x[i, j], v) * q, typed(x[i + 1, j], v) * q
-        t2, t3 = typed(x[i + 2, j], v) * q, typed(x[i + 3, j], v) * q
-        y0, y1 = typed(x[b, j], w) * w0, typed(x[b + 1, j], w) * w1
-        y2, y3 = typed(x[b + 2, j], w) * w2, typed(x[b + 3, j], w) * w3
-        c[j] += (y0 * y0 + y1 * y1) + (y2 * y2 + y3 * y3)
-        r0 += t0 * t0
-        r1 += t1 * t1
-        r2 += t2 * t2
-        r3 += t3 * t3
-    w[i], w[i + 1], w[i + 2], w[i + 3] = r0, r1, r2, r3
-
-
-@jit
-def _sweep_rows(x, lo, hi, up, w, v, c, c_wide, low, high):  # type: ignore[no-untyped-def]
-    """One sweep over rows lo..hi-1, in the precision of v: writes w, adds to c_wide; c is scratch [n], all zeros.
-
-    The column sums of four rows are formed beside the row sums of the next four. False: a sum is out of [low, high].
-    """
-    n = x.shape[1]
-    blocks = (hi - lo) // 4
-    before = lo
-    for k in range(blocks + 1):
-        i = hi - 4 * (k + 1) if up else lo + 4 * k
-        if k == blocks:
-            if k > 0:
-                _column_sums(x, before, w, c)
-        elif k == 0:
-            _row_sums(x, i, w, v)
-        else:
-            _both_sums(x, i, before, w, v, c)
-        if k < blocks and not _factors(x, i, w, low, high):
-            return False
-        if k > 0 and (k % _BLOCKS_PER_FLUSH == 0 or k == blocks):
-            for j in range(n):
-                c_wide[j] += c[j]
-                c[j] = 0
-        before = i
-    for k in range(hi - 4 * blocks - lo):
-        i = lo + k if up else hi - 1 - k
-        total = 0.0
-        for j in range(n):
-            t = np.float64(widen(x[i, j])) * np.float64(v[j])
-            total += t * t
-        w[i] = _row_factor(x[i], total, low, high)
-        factor = np.float64(w[i])
-        if not factor >= 0:
-            return False
-        for j in range(n):
-            y = np.float64(widen(x[i, j])) * factor
-            c_wide[j] += y * y
-    return True
-
-
-@jit
-def _columns(x, first, c_wide, v, v_wide, low, high):  # type: ignore[no-untyped-def]
-    """Column factors in both precisions from column sums, which are cleared. False: a sum is out of range."""
-    m = x.shape[0]
-    for j in range(c_wide.size):
-        total = c_wide[j]
-        c_wide[j] = 0.0
-        if low < total < high:
-            v_wide[j] = math.sqrt(m / total)
-        elif total == 0 and (first or v_wide[j] == 0):
-            if first:
-                for i in range(m):
-                    if widen(x[i, j]) != 0:
-                        return False
-            v_wide[j] = 0.0
-        else:
-            return False
-        v[j] = np.float32(v_wide[j])
-    return True
-
-
-@jit
-def _solve_here(x, wanted, wide, w, v, c, w_wide, v_wide, t_wide, c_wide, w_out, v_out):  # type: ignore[no-untyped-def]
-    """Factors at each number of sweeps in `wanted`, ascending. False: out of range, or not finite where `wide`."""
-    m = x.shape[0]
-    c[:], t_wide[:], c_wide[:], v[:], v_wide[:] = 0, 0, 0, 1, 1
-    low, high = (0.0, np.inf) if wide else (_LOW, _HIGH)
-    at = 0
-    for sweep in range(1, wanted[-1] + 1):
-        up, first = sweep % 2 == 0, sweep == 1
-        if wide or sweep == wanted[at]:
-            good = _sweep_rows(x, 0, m, up, w_wide, v_wide, t_wide, c_wide, low, high)
-        else:
-            good = _sweep_rows(x, 0, m, up, w, v, c, c_wide, low, high)
-        if not good or not _columns(x, first, c_wide, v, v_wide, low, high):
-            return False
-        if sweep == wanted[at]:
-            w_out[at, :] = w_wide
-            v_out[at, :] = v_wide
-            at += 1
-    return True
 
 
 @jit
@@ -264,11 +102,11 @@ def _solve(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> bool:
 
 
 def _solve_serial(x: np.ndarray, wanted: np.ndarray, s: _Scratch, wide: bool) -> bool:
-    return bool(_solve_here(x, wanted, wide, s.w, s.v, s.c, s.w_wide, s.v_wide, s.t_wide, s.c_wide, s.w_out, s.v_out))
+    return bool(solve_here(x, wanted, wide, s.w, s.v, s.c, s.w_wide, s.v_wide, s.t_wide, s.c_wide, s.w_out, s.v_out))
 
 
 def _solve_split(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> bool:
-    """`_solve_here` with the rows of one matrix shared among threads."""
+    """`solve_here` with the rows of one matrix shared among threads."""
     m, n = x.shape
     edges = [m * p // parts // 4 * 4 for p in range(parts)] + [m]
     c, c_wide, sums = np.zeros((parts, n), np.float32), np.zeros((parts, n)), np.zeros((parts, n))
@@ -277,7 +115,7 @@ def _solve_split(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> 
 
     def part(p: int, up: bool, wide: bool) -> None:
         w, v, scratch = (s.w_wide, s.v_wide, c_wide[p]) if wide else (s.w, s.v, c[p])
-        good[p] = _sweep_rows(x, edges[p], edges[p + 1], up, w, v, scratch, sums[p], _LOW, _HIGH)
+        good[p] = sweep_rows(x, edges[p], edges[p + 1], up, w, v, scratch, sums[p], LOW, HIGH)
 
     at = 0
     for sweep in range(1, int(wanted[-1]) + 1):
@@ -285,7 +123,7 @@ def _solve_split(x: np.ndarray, wanted: np.ndarray, s: _Scratch, parts: int) -> 
         in_threads([partial(part, p, up, wide) for p in range(parts)])
         s.c_wide[:] = sums.sum(0)
         sums[:] = 0
-        if not all(good) or not _columns(x, first, s.c_wide, s.v, s.v_wide, _LOW, _HIGH):
+        if not all(good) or not columns_from(x, first, s.c_wide, s.v, s.v_wide, LOW, HIGH):
             return False
         if wide:
             s.w_out[at], s.v_out[at] = s.w_wide, s.v_wide
@@ -370,62 +208,79 @@ def run(x: Tensor, sweeps: list[int], compat: str, directions: bool) -> Sinkhorn
     return reshape_result(result, tuple(x.shape[:-2]), x)
 
 
+class _Target:
+    """A weight that a direction is subtracted from."""
+
+    def __init__(self, weight: Tensor, rounding: str, rng: Any) -> None:
+        m, n = weight.shape[-2:]
+        self.weight, self.flat = weight, weight.view(-1, m, n) if _viewable(weight) else weight.reshape(-1, m, n)
+        self.array = as_array(self.flat)
+        self.noise = RowNoise(rounding, rng, str(weight.dtype) == "torch.bfloat16", n)
+
+    def put_back(self) -> None:
+        if self.flat.data_ptr() != self.weight.data_ptr():
+            self.weight.copy_(self.flat.view(self.weight.shape))
+
+
 def apply(
-    weight: Tensor,
+    weights: Mapping[int, Tensor],
     x: Tensor,
     lr: float,
     decay: float,
-    sweeps: int,
     compat: str,
     *,
     rounding: str = "nearest",
     rng: Any = None,
     row_scale: np.ndarray | None = None,
 ) -> None:
-    """W <- round((1 - decay) W - lr * direction), in place; float32 or bfloat16 weights of any layout.
+    """W <- round((1 - decay) W - lr * direction), in place, for the weight of every number of sweeps; one run for all.
 
-    `row_scale` [N, m] multiplies the rows of the direction.
+    float32 or bfloat16 weights of any layout. `row_scale` [N, m] multiplies the rows of the direction.
     """
-    import torch
-
     m, n = x.shape[-2:]
-    flat_x, flat_w = _matrices(x), weight.view(-1, m, n) if _viewable(weight) else weight.reshape(-1, m, n)
-    source, target = _views(flat_x), as_array(flat_w)
-    wanted, scale = np.array([sweeps], np.int64), lr * output_scale(compat, m)
-
-    noise = RowNoise(rounding, rng, weight.dtype == torch.bfloat16, n)
-    none = np.empty(0, np.float32)
+    flat_x = _matrices(x)
+    source, wanted = _views(flat_x), np.array(sorted(weights), np.int64)
+    targets = [_Target(weights[sweep], rounding, rng) for sweep in sorted(weights)]
+    scale, kept = lr * output_scale(compat, m), 1.0 - decay
 
     def work(first: int, last: int, parts: int = 1) -> None:
-        scratch, words = _Scratch(m, n, 1), noise.words()
+        scratch, words = _Scratch(m, n, len(wanted)), targets[0].noise.words()
         for e in range(first, last):
-            matrix, goal = _dense(source[e]), target[e]
+            matrix = _dense(source[e])
             if not _solve(matrix, wanted, scratch, parts):
                 scratch.w_out[:] = np.nan
-            own = goal if goal.flags.c_contiguous else np.ascontiguousarray(goal)
-            w, v = scratch.w_out[0], scratch.v_out[0]
-            if row_scale is not None:
-                w *= row_scale[e]
-            kept, base = 1.0 - decay, e * m * n
-            if noise.mode:
-                _subtract_noisy(
-                    matrix, w, v, scale, kept, own, noise.mode, noise.key[0], noise.key[1], noise.step, base, words,
-                    noise.uniforms((m, n), base), none, scratch.c,
-                )  # fmt: skip
-                ranges = []
-            else:
-                ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
-            if _ordinary(w, scale) and _ordinary(v, 1.0):
-                w32, v32, kept32 = (w * scale).astype(np.float32), v.astype(np.float32), np.float32(kept)
-                in_threads([partial(_subtract_narrow, matrix[a:b], w32[a:b], v32, kept32, own[a:b]) for a, b in ranges])
-            else:
-                in_threads([partial(_subtract, matrix[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
-            if own is not goal:
-                goal[...] = own
+            for target, w, v in zip(targets, scratch.w_out, scratch.v_out, strict=True):
+                if row_scale is not None:
+                    w *= row_scale[e]
+                _descend(matrix, w, v, scale, kept, target, e, words, parts)
 
     _over(work, len(flat_x), m * n)
-    if flat_w.data_ptr() != weight.data_ptr():
-        weight.copy_(flat_w.view(weight.shape))
+    for target in targets:
+        target.put_back()
+
+
+def _descend(
+    x: np.ndarray, w: np.ndarray, v: np.ndarray, scale: float, kept: float, target: _Target, e: int, words: np.ndarray,
+    parts: int,
+) -> None:  # fmt: skip
+    """Subtract from matrix `e` of the target."""
+    goal, noise, (m, n) = target.array[e], target.noise, x.shape
+    own = goal if goal.flags.c_contiguous else np.ascontiguousarray(goal)
+    if noise.mode:
+        base = e * m * n
+        _subtract_noisy(
+            x, w, v, scale, kept, own, noise.mode, noise.key[0], noise.key[1], noise.step, base, words,
+            noise.uniforms((m, n), base), np.empty(0, np.float32), np.empty(n, np.float32),
+        )  # fmt: skip
+    else:
+        ranges = _row_parts(m, m * n) if parts > 1 else [(0, m)]
+        if _ordinary(w, scale) and _ordinary(v, 1.0):
+            w32, v32, kept32 = (w * scale).astype(np.float32), v.astype(np.float32), np.float32(kept)
+            in_threads([partial(_subtract_narrow, x[a:b], w32[a:b], v32, kept32, own[a:b]) for a, b in ranges])
+        else:
+            in_threads([partial(_subtract, x[a:b], w[a:b], v, scale, kept, own[a:b]) for a, b in ranges])
+    if own is not goal:
+        goal[...] = own
 
 
 def _viewable(x: Tensor) -> bool:
