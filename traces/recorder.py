@@ -108,6 +108,7 @@ class Recorder:
         self._backward_seen = self._planned = self._checked = self._budget_spent = False
         self._probes = choose_probes(self.params, self._all_parameters)
         self._held: tuple[nn.Parameter, Tensor | None, int] | None = None
+        self._version: int | None = None  # of the first probe's gradient after its last backward
         self._probe_handles: list[Any] = []
 
     # ------------------------------------------------------------------------------------------ what users call
@@ -219,6 +220,7 @@ class Recorder:
 
     def _on_backward(self, parameter: Tensor) -> None:
         self._backward_seen = True
+        self._version = parameter.grad._version if parameter.grad is not None else None
 
     def _in_closure(self, inside: bool) -> None:
         self._watch.frozen = inside
@@ -232,8 +234,9 @@ class Recorder:
         self._drop_thrown_away()
         if self._watch.micro_steps and self._backward_seen:
             held = next((p for p in self._probes if p.grad is not None), None)
-            if held is None:
+            if held is None or self._emptied():
                 scalars, self._scalars = self._scalars, {}
+                self._held, self._backward_seen = None, False
                 self._skip_step(len(self._watch.micro_steps), scalars)
             elif self._held is None:
                 self._held = (held, held.grad, len(self._watch.micro_steps))
@@ -247,6 +250,16 @@ class Recorder:
         if now is not gradient and (now is None or not now.requires_grad):  # create_graph replaces it at each backward
             self._held = None
             self._skip_step(count, {})
+
+    def _emptied(self) -> bool:
+        """`zero_grad(set_to_none=False)` keeps the tensor, so that only its content tells what became of it.
+
+        It is read, which waits for the device, only where something wrote into it since its last backward.
+        """
+        gradient = self._probes[0].grad
+        if gradient is None or gradient.layout is not torch.strided or gradient._version == self._version:
+            return False
+        return not bool(gradient.any()) or not bool(gradient.isfinite().all())
 
     def _skip_step(self, count: int, scalars: dict[str, Any]) -> None:
         """An optimizer under GradScaler calls no hook when it skips a step over an inf."""

@@ -18,7 +18,14 @@ DOWN, ROUTER = "layers.1.experts.down_proj", "layers.1.router.weight"
 
 
 def scaled_steps(
-    model: Any, optimizer: Any, batches: Any, parts: Any, *inf_at: int, count: int = 3, zero_late: bool = False
+    model: Any,
+    optimizer: Any,
+    batches: Any,
+    parts: Any,
+    *inf_at: int,
+    count: int = 3,
+    zero_late: bool = False,
+    in_place: bool = False,
 ) -> None:
     """Steps under a CPU GradScaler; the loss of the steps `inf_at` overflows. `zero_late`: zero_grad after forward."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -30,12 +37,14 @@ def scaled_steps(
         scaler.step(optimizer)
         scaler.update()
         if not zero_late:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not in_place)
 
 
-@pytest.mark.parametrize("zero_late", [False, True])
+@pytest.mark.parametrize(("zero_late", "in_place"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("fused", [True, False])
-def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: bool, zero_late: bool) -> None:
+def test_grad_scaler(
+    tmp_path: Path, make_model, batches, parts, notes, fused: bool, zero_late: bool, in_place: bool
+) -> None:
     """Fault 15: gradients are recorded unscaled; the step with an inf is marked skipped and leaks nothing."""
     model, twin = make_model(), make_model()
     expected = []
@@ -47,7 +56,7 @@ def test_grad_scaler(tmp_path: Path, make_model, batches, parts, notes, fused: b
             assert expected[0].any()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
     with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
-        scaled_steps(model, optimizer, batches, parts, 2, zero_late=zero_late)
+        scaled_steps(model, optimizer, batches, parts, 2, zero_late=zero_late, in_place=in_place)
     trace = open_trace(tmp_path / "a")
     assert trace.steps == [1, 3]
     assert trace.scalars()["skipped"].to_list()[:3] == [False, True, False]
