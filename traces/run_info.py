@@ -28,6 +28,8 @@ def describe_run(
             }
             entry["params"] = [names[id(p)] for p in group["params"] if id(p) in names]
             entry["optimizer"] = _class_name(optimizer)
+            if isinstance(group.get("lr"), Tensor):
+                entry["tensor_lr"] = True  # torch then divides it as a float32 tensor, not as a double
             if len(optimizers) > 1 and _recipe_of(optimizer) is not None:
                 entry["recipe"] = _recipe_of(optimizer)
             groups.append(entry)

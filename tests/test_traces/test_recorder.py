@@ -417,3 +417,17 @@ def test_no_step_is_an_error_and_leaves_no_folder(tmp_path: Path, make_model, ba
     ):
         parts.loss(model, batches[0]).backward()
     assert not (tmp_path / "a").exists()
+
+
+def test_the_header_says_what_decides_bits(tmp_path: Path, make_model, batches, parts, notes) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
+    with Recorder(tmp_path / "a", model, optimizer, notify=notes.append):
+        parts.loss(model, batches[0]).backward()
+        optimizer.step()
+    run = open_trace(tmp_path / "a").header.run
+    assert run["groups"][0]["tensor_lr"] is True
+    assert run["groups"][0]["lr"] == torch.tensor(1e-3).item()
+    assert run["threads"] == torch.get_num_threads()
+    assert run["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert run["foreach"] is False
