@@ -1,0 +1,1 @@
+"""Recorder callbacks for training frameworks, one file each; none is imported unless it is used."""
