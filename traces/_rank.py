@@ -100,6 +100,11 @@ class RankFolder:
         self.folder, self.rank, self.header = folder, rank, header
         self._check_hash = check_hash
         self.tables = SchemaTables.of(header)
+        if not any(os.path.lexists(folder / name) for name in ("header.json", "seal-000000.json")):
+            raise TraceError(
+                f"{short(folder)} holds nothing yet: its writer has just begun, or was killed before its first seal; "
+                "wait, or remove the trace"
+            )
         self.header_hash = read_rank_header(folder / "header.json", rank, header.ranks, header_hash)
         self.end: End | None = None
         self.seals: list[SealSummary] = []

@@ -9,12 +9,14 @@ optimizer. The exit code is the script's own, or 2 where nothing could be record
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 USAGE = 2
 _WITH_VALUE = ("-W", "-X")
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def record_script(out: str | Path, argv: Sequence[str], at: RecordAt | None = None) -> int:
@@ -44,12 +47,39 @@ def record_script(out: str | Path, argv: Sequence[str], at: RecordAt | None = No
     if interpreter != sys.executable:  # another environment finds this package only if it is shown to it
         root = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
-    with subprocess.Popen(command, env=environment) as process:
+    with subprocess.Popen(command, env=environment) as process, _passing_on(process):
         while True:
             try:
-                return process.wait()
+                return _exit_code(process.wait(), out)
             except KeyboardInterrupt:
                 continue  # the script received it too, and closes its trace
+
+
+@contextlib.contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Who ends this process means the script: it gets the signal, closes its trace, and both are gone."""
+    try:
+        before = [(s, signal.signal(s, lambda number, frame: process.send_signal(number))) for s in _ENDING]
+    except ValueError:  # signals belong to the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for each, handler in before:
+            signal.signal(each, handler)
+
+
+def _exit_code(code: int, out: str | Path) -> int:
+    """A script's exit code as a shell gives it: 128 + n where signal n killed it, which is said."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    print(
+        f"gradreel: the script was ended by {name}; what was sealed is kept, run: gradreel recover {out}",
+        file=sys.stderr,
+    )
+    return 128 - code
 
 
 def split_command(argv: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -164,9 +194,17 @@ def _parse(words: list[str]) -> tuple[Path, RecordAt | None, list[str]]:
     return out, at, split_command(["python", *target])[2]
 
 
+def _on_ending(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+    raise SystemExit(128 + number)
+
+
 def _run(starter: _Starter, target: list[str]) -> int:
     """Run the script as `__main__`; what it prints, raises and returns stays its own."""
     code: Any = 0
+    for each in _ENDING:  # sent by job schedulers and closing terminals: the trace is closed first
+        if signal.getsignal(each) is signal.SIG_DFL:
+            signal.signal(each, _on_ending)
     try:
         if target[0] == "-m":
             sys.argv = target[1:]

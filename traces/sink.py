@@ -14,6 +14,9 @@ from traces.schema import Header
 from traces.spool import Spool, check_queue
 from traces.writer import TraceWriter
 
+#: What is buffered is sealed when so long has passed since the last seal, however little it is.
+SEAL_SECONDS = 60.0
+
 
 class TraceSink:
     """A `TraceWriter` behind the bounded queue.
@@ -33,6 +36,8 @@ class TraceSink:
         self._sizes: deque[int] = deque()  # of records that are not sealed yet
         self._given = 0
         self._pause_s = self._try_again_at = 0.0
+        self._sealed_steps = 0
+        self._sealed_at: float | None = None
 
     def open(self) -> None:
         """Make the folder and start the writer thread; `GradreelError` where no folder can be made."""
@@ -120,7 +125,18 @@ class TraceSink:
             self._lose(error)
             return
         self._pause_s = 0.0
+        self._seal_in_time(self.writer)
         self._forget_sizes()
+
+    def _seal_in_time(self, writer: TraceWriter) -> None:
+        """A slow run seals by the clock, so that being killed costs minutes and not hours."""
+        now = time.monotonic()
+        if writer.sealed_steps != self._sealed_steps or self._sealed_at is None:
+            self._sealed_steps, self._sealed_at = writer.sealed_steps, now
+        elif now - self._sealed_at >= SEAL_SECONDS:
+            self._sealed_at = now
+            with contextlib.suppress(OSError):  # the steps stay buffered, and the next one tries again
+                writer.flush()
 
     def _lose(self, error: BaseException | None) -> None:
         self.first_error = self.first_error or error

@@ -6,12 +6,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import traces.sink
 from traces.bootstrap import record_script, split_command
 from traces.cli_record import record_at
 from traces.errors import GradreelError
 from traces.reader import open_trace
 from traces.record_at import RecordAt
+from traces.recorder import Recorder
 
 SCRIPT = """
     import sys
@@ -120,3 +123,54 @@ def test_options_become_a_policy() -> None:
     )
     with pytest.raises(GradreelError, match=r"--bursts 'x' must be LENGTH/PERIOD"):
         record_at(bursts="x")
+
+
+def in_its_last_breath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> int:
+    """Train three steps, then do `then`; return the exit code that the user sees."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(textwrap.dedent(SCRIPT.replace("train(int(sys.argv[1]))", f"train(3); {then}")))
+    return record_script("a.trace", ["python", "train.py"])
+
+
+def test_a_terminated_script_closes_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job schedulers send SIGTERM; what is not sealed yet is not lost for it."""
+    then = "import os, time; os.kill(os.getpid(), 15); time.sleep(60)"
+    assert in_its_last_breath(tmp_path, monkeypatch, then) == 128 + 15
+    trace = open_trace("a.trace")
+    assert trace.finished
+    assert trace.steps == [1, 2, 3]
+
+
+def test_ending_the_command_ends_the_script_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    then = "import os, time; os.kill(os.getppid(), 15); time.sleep(60)"
+    assert in_its_last_breath(tmp_path, monkeypatch, then) == 128 + 15
+    assert open_trace("a.trace").steps == [1, 2, 3]
+
+
+def test_a_killed_script_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert in_its_last_breath(tmp_path, monkeypatch, "import os; os.kill(os.getpid(), 9)") == 128 + 9
+    assert (
+        "the script was ended by SIGKILL; what was sealed is kept, run: gradreel recover a.trace"
+        in capfd.readouterr()[1]
+    )
+
+
+def test_a_slow_run_is_sealed_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model, batches, parts, notes
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seconds, sealed in ((0.0, [1, 2, 3]), (60.0, None)):
+        monkeypatch.setattr(traces.sink, "SEAL_SECONDS", seconds)
+        path = tmp_path / f"{seconds}.trace"
+        with Recorder(path, model, optimizer, notify=notes.append) as reel:
+            for batch in batches[:4]:
+                parts.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                reel.flush()
+            seen = open_trace(path).steps
+        assert seen[:3] == (sealed or [])
+        assert open_trace(path).steps == [1, 2, 3, 4]

@@ -123,3 +123,12 @@ def test_help_is_a_sentence_and_an_example(verb: str) -> None:
     assert code == 0
     assert f"Example: gradreel {verb} demo.trace" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_trace_whose_writer_was_killed_at_once(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.trace" / "rank-00000").mkdir(parents=True)
+    shutil.copy(sound / "header.json", tmp_path / "a.trace")
+    for verb, expected in (("info", 2), ("recover", 2), ("verify", 1)):
+        code, out, err = gradreel(verb, tmp_path / "a.trace")
+        assert code == expected
+        assert "holds nothing yet" in out + err
