@@ -304,7 +304,9 @@ def add_bench(name: str, run: Callable[..., Any]) -> None:
 
 
 def bench(
-    op: Annotated[str, typer.Argument(metavar="OP", help="A kernel, 'all' kernels, or recorder.", show_default=False)],
+    op: Annotated[
+        str, typer.Argument(metavar="OP", help="A kernel such as sr_sinkhorn, all, or recorder.", show_default=False)
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of lines.")] = False,
     pairs: Annotated[int | None, typer.Option(min=3, help="Timed rounds; every one times all forms once.")] = None,
     device: DeviceOption = "cpu",

@@ -86,9 +86,12 @@ def run(
             echo(f"{name}: not timed, since its check failed")
             failures += [f"{name}: {line}" for line in found]
             continue
+        case: tuple[Any, ...] | None = None
         for row in bench_op(name, device=device, rounds=rounds, small=small, peers=peers):
             rows.append(row)
-            echo(_line(row))
+            same, case = case, (row["case"], row["shape"], row["dtype"])
+            for line in _lines(row, case != same):
+                echo(line)
     if json_path is not None:
         report = {"machine": machine(device), "rows": rows, "failures": failures}
         Path(json_path).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -213,19 +216,23 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _line(row: dict[str, Any]) -> str:
-    shape = "x".join(str(size) for size in row["shape"])
-    text = (
-        f"{row['op']} {row['case']} {shape} {row['dtype']} [{row['backend']}, {row['threads']} threads] "
-        f"{row['ours_ms_p50']:.2f} ms ({row['ours_ms_p20']:.2f} to {row['ours_ms_p80']:.2f}), "
-        f"{row['share_of_copy_bandwidth']:.0%} of copy bandwidth"
-    )
+def _lines(row: dict[str, Any], first: bool) -> list[str]:
+    """What is printed of a row, at most 80 columns wide; `first`: of the first row of its case."""
+    lines = []
+    if first:
+        shape = "x".join(str(size) for size in row["shape"])
+        threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+        spread = f"({row['ours_ms_p20']:.2f} to {row['ours_ms_p80']:.2f})"
+        lines = [
+            f"{row['op']}, {row['case']}, {shape} {row['dtype']} ({row['backend']}, {threads})",
+            f"  {'ours':24}{row['ours_ms_p50']:10.2f} ms {spread}, {row['share_of_copy_bandwidth']:.0%} of copy speed",
+        ]
     if row["rival"]:
-        text += (
-            f"; {row['rival']}: {row['rival_ms_p50']:.2f} ms, "
-            f"{row['ratio_p50']:.1f} times as long ({row['ratio_p20']:.1f} to {row['ratio_p80']:.1f})"
+        lines.append(
+            f"  {row['rival']:24}{row['rival_ms_p50']:10.2f} ms, "
+            f"{row['ratio_p50']:.2f} times as long ({row['ratio_p20']:.2f} to {row['ratio_p80']:.2f})"
         )
-    return text
+    return lines
 
 
 def _load_peer(peer: str | Path | None) -> dict[str, Callable[..., Any]]:

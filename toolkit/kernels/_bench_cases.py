@@ -64,7 +64,9 @@ def _sinkhorn_cases(device: str, small: bool, peers: Peers) -> Iterator[Case]:
         gradient = tensor(shape, device, 1)
         weights = {sweeps: tensor(shape, device, 0) for sweeps in (1, 2, 3, 5)}
         alone = partial(sr_sinkhorn_apply, tensor(shape, device, 0), gradient, 1e-3)
-        four = {"L=1,2,3,5 in one run": partial(sr_sinkhorn_apply_each, weights, gradient, 1e-3)}
+        four: dict[str, Callable[[], Any]] = {
+            "L=1,2,3,5 in one run": partial(sr_sinkhorn_apply_each, weights, gradient, 1e-3)
+        }
         moved = 3 * gradient.numel() * 4
         yield Case("sr_sinkhorn", "apply, L=5 alone", shape, "float32", alone(), alone, moved, four)
 
