@@ -133,6 +133,7 @@ def test_another_recipe_than_the_one_that_trained_differs(plain_run, recipe):
         ({"torch": "2.0.0"}, "torch was 2.0.0"),
         ({"fused": True}, "fused=True"),
         ({"machine": "vax"}, "machine was vax"),
+        ({"cpu_capability": "AVX1024"}, "cpu_capability was AVX1024"),
     ],
 )
 def test_other_machines_are_not_comparable(tiny_run, run, reason):

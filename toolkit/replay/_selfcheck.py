@@ -24,7 +24,7 @@ from toolkit.replay._walk import Track, Walk, Want
 from traces.console import CheckFailed, progress_bar
 
 #: Switches of torch's optimizers that change the arithmetic, or the rule, of what is replayed.
-_OTHER_ARITHMETIC = ("fused", "capturable", "differentiable", "amsgrad", "maximize")
+_OTHER_ARITHMETIC = ("fused", "capturable", "differentiable", "amsgrad", "maximize", "tensor_lr")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,13 @@ def why_not_comparable(source: Source) -> Iterator[str]:
     device = str(run.get("device", "cpu"))
     if device.split(":")[0] != "cpu":
         yield f"the run was on {device}, this replay on cpu"
-    for key, here in (("torch", torch.__version__), ("machine", platform.machine())):
+    # The vector width of the CPU decides how sums and fused multiply-adds round.
+    facts = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    for key, here in facts.items():
         if run.get(key) not in (None, here):
             yield f"{key} was {run[key]}, here it is {here}"
     for name, info in source.infos.items():

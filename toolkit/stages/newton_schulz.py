@@ -1,4 +1,4 @@
-"""Orthogonalise every matrix by Newton-Schulz iteration (Muon)."""
+"""Orthogonalise every matrix by a fixed number of Newton-Schulz products (Muon)."""
 
 from __future__ import annotations
 
