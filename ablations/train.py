@@ -105,15 +105,17 @@ def train(
     """Take `steps` steps and return what happened.
 
     Each step averages `accumulation` micro-batches, clips the norm of the whole gradient to `clip` (None: not), and
-    scales each group's own lr by the schedule. `on_step` is called between clipping and the optimizer's step, where a
+    scales each group's own lr by the schedule. The norm is that of this step's gradient, hidden momentum left out: an
+    optimizer that hides some gives `fresh_gradient`, and keeps one gradient more for it. `on_step` is called between clipping and the optimizer's step, where a
     recorder's `log` belongs; `progress` after it. Nothing is raised for a loss that is not finite: see `TrainResult`.
     """
-    import torch
 
     if steps < 0 or accumulation < 1:
         raise GradreelError(f"steps is {steps}, accumulation {accumulation}; allowed: steps >= 0, accumulation >= 1")
     peaks = [group["lr"] for group in optimizer.param_groups]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    track = getattr(optimizer, "track_fresh_gradients", None)
+    if callable(track):
+        track()
     result = TrainResult()
     model.train()
     for step in range(1, steps + 1):
@@ -122,7 +124,7 @@ def train(
             group["lr"] = peak * factor
         optimizer.zero_grad(set_to_none=True)
         loss, aux_loss = _accumulate(model, batches, step, accumulation)
-        norm = _norm_and_clip(torch, trained, clip)
+        norm = _norm_and_clip(optimizer, clip)
         factor_of_clip = 1.0 if clip is None or not math.isfinite(norm) else min(1.0, clip / (norm + 1e-6))
         report = StepReport(step, loss, aux_loss, optimizer.param_groups[0]["lr"], norm, factor_of_clip)
         result.reports.append(report)
@@ -173,8 +175,15 @@ def _accumulate(model: torch.nn.Module, batches: Batches, step: int, accumulatio
     return loss, aux_loss
 
 
-def _norm_and_clip(torch: Any, parameters: list[Tensor], clip: float | None) -> float:
-    """The norm of the whole gradient, before the clipping that this does as well."""
+def _norm_and_clip(optimizer: torch.optim.Optimizer, clip: float | None) -> float:
+    """The norm of the whole gradient of this step, before the clipping that this does as well."""
+    import torch
+
+    if callable(getattr(optimizer, "fresh_gradient", None)):
+        from toolkit.optim import clip_fresh_gradients
+
+        return float(clip_fresh_gradients(optimizer, math.inf if clip is None else clip))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0

@@ -34,7 +34,10 @@ class RecipeOptimizer(torch.optim.Optimizer):
     GradScaler or a process group has shown itself by then.
 
     A parameter whose gradient is None is left alone. Errors: GradreelError (a ValueError) for values out of range,
-    unknown roles and switches, complex or sparse tensors, `capturable`, `foreach` and `fused`.
+    unknown roles and switches, complex or sparse tensors, `capturable` and `foreach`.
+
+    `fused=True` takes the steps that a fused kernel knows with it (`Stepper`): faster, and equal to the chain but for
+    roundings, so that a replay of such a run is not comparable bit for bit.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class RecipeOptimizer(torch.optim.Optimizer):
         fused: bool | None = None,
         **options: Any,
     ) -> None:
-        for name, value in (("capturable", capturable), ("foreach", foreach), ("fused", fused)):
+        for name, value in (("capturable", capturable), ("foreach", foreach)):
             if value:
                 raise GradreelError(f"{name} is {value}; allowed: False: steps run one parameter at a time, uncaptured")
         one_of("hidden_momentum", hidden_momentum, MODES)
@@ -67,7 +70,10 @@ class RecipeOptimizer(torch.optim.Optimizer):
         self._hidden: dict[nn.Parameter, HiddenMomentum] = {}
         self._routing: RoutingCounts | None = None
         self._averaging: AveragingCheck | None = None
-        super().__init__(params, {"lr": base, "role": "other", "layouts": None})
+        self.fused = bool(fused)
+        defaults = {"lr": base, "role": "other", "layouts": None}
+        # A recorder looks here for what decides the bits of a step.
+        super().__init__(params, defaults | {"fused": True} if self.fused else defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch; besides checks role, layout and dtype of every parameter, before anything is stored."""
@@ -124,7 +130,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
     def _stepper(self, parameter: nn.Parameter) -> Stepper:
         stepper = self._steppers.get(parameter)
         if stepper is None:
-            stepper = Stepper(self.recipe, self._infos[parameter], device=parameter.device, seed=self.seed)
+            info, device = self._infos[parameter], parameter.device
+            stepper = Stepper(self.recipe, info, device=device, seed=self.seed, fused=self.fused)
             if parameter in self._shards:
                 stepper.first_element = self._shards[parameter].first_element
             self._steppers[parameter] = stepper
