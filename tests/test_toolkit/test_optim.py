@@ -236,7 +236,6 @@ def test_groups_by_hand() -> None:
         ({"eps": 0.0}, r"eps is 0.0; allowed: \(0.0, inf\)"),
         ({"nonsense": 1}, r"recipe adamw has no option 'nonsense'"),
         ({"capturable": True}, r"capturable is True; allowed: False"),
-        ({"fused": True}, r"fused is True; allowed: False"),
         ({"foreach": True}, r"foreach is True; allowed: False"),
         ({"hidden_momentum": "behind"}, r"hidden_momentum is 'behind'; allowed: auto, attached, apart"),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.recipes._fused import can_run, fused_step
 from toolkit.recipes._layout import Layout, Part, presence_masks, put, take
 from toolkit.recipes._random import SlicedRng
 from toolkit.recipes._recipe import IdlePolicy, Recipe
@@ -72,14 +73,21 @@ class Stepper:
     `chain` is the chain that serves the parameter; `state` holds its slots under the keys of `Chain.slots()`, in the
     canonical layout, and `step` (int64) where steps are counted. `rng` may be replaced by `StoredUniforms` to feed
     stored numbers; `first_element` is the index of the first element where the parameter is a shard of a larger one.
+    `fused=True` lets one kernel take a step wherever it can and the direction is not asked for; `fused` is then the
+    kernel's name, None where the chain runs. The chain is the default: a kernel differs from it by roundings.
     Errors: GradreelError for complex or integer parameters and for slots that the idle policy cannot take apart.
     """
 
-    def __init__(self, recipe: Recipe, info: ParamInfo, *, device: Any = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, info: ParamInfo, *, device: Any = "cpu", seed: int = 0, fused: bool = False
+    ) -> None:
         if info.dtype not in FLOATS:
             raise GradreelError(f"{info.name} is {info.dtype}; allowed: {', '.join(FLOATS)}")
         self.recipe, self.info, self.seed = recipe, info, seed
         self.chain = recipe.chain_for(info)
+        kernel = fused_step(self.chain) if fused else None
+        self.fused = kernel[0] if kernel else None
+        self._kernel = kernel
         self.layout = Layout(info)
         self.idle: IdlePolicy = recipe.idle
         self.rng: Any = None
@@ -175,6 +183,10 @@ class Stepper:
     def _run(
         self, x: Tensor, slots: dict[str, Tensor], ctx: Context, moving: Tensor | None, want_update: bool
     ) -> Tensor | None:
+        seen = want_update or moving is not None  # what a kernel keeps to itself
+        if self._kernel is not None and not seen and can_run(self._kernel[0], x, slots, ctx):
+            self._kernel[1](x, slots, ctx)
+            return None
         parts = slots_of_stages(self.chain.stages, self._keys, slots)
         update: Any = x
         for stage, mine in zip(self.chain.stages[:-1], parts, strict=False):
