@@ -65,7 +65,7 @@ ParamOption = Annotated[
     list[str] | None, typer.Option("--param", metavar="NAME", help="Only this parameter; repeat for several.")
 ]
 StepsOption = Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Only these recorded steps.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of stochastic rounding.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of stochastic rounding.")]
 PluginOption = Annotated[
     list[Path] | None, typer.Option("--plugin", metavar="FILE.py", help="Load a plug-in file of yours first.")
 ]
@@ -118,12 +118,13 @@ def replay(
         found = selfcheck(opened)
         say(f"selfcheck: {found.message}")
         found.require()
+    chosen = list(metric) if metric else _default_metrics(opened)
     result = run_replay(
         opened,
         list(recipe or DEFAULT_RECIPES),
-        list(metric) if metric else _default_metrics(opened),
+        chosen,
         lags=list(lag) if lag else None,
-        per_expert=_per_expert(per_expert, metric),
+        per_expert=_per_expert(per_expert, chosen),
         match=match,
         gaps=gaps,
         lr=_rates(lr),
@@ -196,8 +197,9 @@ def report(
         from toolkit.replay import replay as run_replay
 
         opened, file = _open(source), _default_out(source, "replay")
-        options: dict[str, Any] = {"gaps": gaps, "per_expert": _PER_EXPERT, "out": file}
-        run_replay(opened, list(recipe or DEFAULT_RECIPES), _default_metrics(opened), **options)
+        chosen = _default_metrics(opened)
+        options: dict[str, Any] = {"gaps": gaps, "per_expert": _per_expert(None, chosen), "out": file}
+        run_replay(opened, list(recipe or DEFAULT_RECIPES), chosen, **options)
         say(f"replayed into {file}")
     elif recipe or gaps:
         raise GradreelError(f"{str(source)!r} is a frame, which is replayed already; --recipe and --gaps need a trace")
@@ -375,12 +377,12 @@ def _default_metrics(trace: Any) -> list[str]:
     return [metric.name for metric in chosen if not lacking & set(metric.needs)]
 
 
-def _per_expert(names: list[str] | None, metrics: list[str] | None) -> Any:
+def _per_expert(names: list[str] | None, metrics: list[str]) -> Any:
     if names == ["all"]:
         return True
     if names:
         return names
-    return [name for name in _PER_EXPERT if metrics is None or name in metrics]
+    return [name for name in _PER_EXPERT if name in metrics]
 
 
 def _rates(pairs: list[str] | None) -> dict[str, str] | None:
@@ -392,6 +394,8 @@ def _rates(pairs: list[str] | None) -> dict[str, str] | None:
         name, mark, value = pair.rpartition("=")
         if not mark or not name or not value:
             raise GradreelError(f"--lr {pair!r} is not NAME=VALUE; write --lr adamw=1e-3 or --lr adamw=recorded")
+        if name in found:
+            raise GradreelError(f"--lr gives {name} twice, {found[name]} and {value}; give it once")
         found[name] = value
     return found
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -14,6 +15,9 @@ from toolkit import cli
 from toolkit.frame import OPEN_LOOP_NOTE, read_frame, read_provenance
 from toolkit.metrics import METRICS
 from traces import console
+from traces.schema import Header, RawTensor, StepRecord
+from traces.views import ParamInfo
+from traces.writer import TraceWriter
 
 
 @pytest.fixture
@@ -213,6 +217,10 @@ def test_bench_of_a_kernel(gradreel, monkeypatch):
         (["replay", "TRACE", "-m", "routing_churn"], "probe"),
         (["replay", "TRACE", "--lr", "adamw"], "--lr 'adamw' is not NAME=VALUE"),
         (["replay", "TRACE", "--lr", "adamw=fast"], "lr of adamw is 'fast'"),
+        (["replay", "TRACE", "--lr", "adamw=1e40"], "lr of adamw is 1e+40; allowed: [0, 1e+30]"),
+        (["replay", "TRACE", "--lr", "adamw=1", "--lr", "adamw=2"], "--lr gives adamw twice, 1 and 2"),
+        (["replay", "TRACE", "--seed", "9" * 30], "--seed"),
+        (["replay", "TRACE", "--steps", "0:0"], "no recorded step"),
         (["replay", "TRACE", "--steps", "7"], "--steps '7' is not FIRST:LAST"),
         (["replay", "TRACE", "--steps", "70:"], "no recorded step"),
         (["replay", "TRACE", "--gaps", "fill"], "unknown gaps policy 'fill'"),
@@ -235,6 +243,25 @@ def test_mistakes_are_one_line_and_exit_with_2(gradreel, plain_run, tmp_path, wo
     assert error.count("\n") == 1, error
     assert text in error
     assert list(tmp_path.glob("*.parquet*")) == []
+
+
+def test_a_trace_without_routing_is_replayed_and_reported(gradreel, tmp_path):
+    """What needs routing is left out of the defaults, its rows per expert too."""
+    header = Header(params=(ParamInfo("up", "routed_expert", (2, 3, 3), expert_axis=0, num_experts=2),))
+    with TraceWriter(tmp_path / "a.trace", header) as writer:
+        for step in (1, 2):
+            ones = RawTensor("float32", (2, 3, 3), np.full((2, 3, 3), step, np.float32))
+            writer.append(StepRecord(step, {("gradient", "up"): ones, ("weight", "up"): ones}))
+    for verb in ("replay", "report"):
+        code, _, error = gradreel(verb, "a.trace", "-r", "adamw", "-r", "sgd")
+        assert code == 0, error
+
+
+def test_a_trace_without_a_sealed_step_says_so(gradreel, tmp_path):
+    TraceWriter(tmp_path / "a.trace", Header()).close()
+    code, _, error = gradreel("replay", "a.trace", "-r", "adamw")
+    assert code == 2
+    assert "holds no sealed step" in error
 
 
 def test_gaps_are_refused_on_the_command_line_too(gradreel, tiny_run):

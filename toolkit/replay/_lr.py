@@ -8,6 +8,8 @@ from typing import Any
 
 from traces.errors import GradreelError, unknown
 
+#: A larger rate only overflows float32.
+MOST = 1e30
 #: What a caller may give per recipe: a base rate, "recorded" (the recorded rate itself), or a function of the step.
 LrRule = float | str | Callable[[int], float]
 
@@ -47,8 +49,8 @@ def check_rule(label: str, rule: Any) -> LrRule:
         rate = float(rule)
     except (TypeError, ValueError):
         raise GradreelError(f"lr of {label} is {rule!r}; allowed: a number >= 0, or 'recorded'") from None
-    if not 0 <= rate < float("inf"):
-        raise GradreelError(f"lr of {label} is {rate}; allowed: [0, inf)")
+    if not 0 <= rate <= MOST:
+        raise GradreelError(f"lr of {label} is {rate}; allowed: [0, {MOST:g}]")
     return rate
 
 

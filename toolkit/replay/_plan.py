@@ -162,6 +162,8 @@ def choose_params(source: Source, params: Iterable[str] | None) -> list[str]:
         for name in names:
             if name not in source.infos:
                 raise unknown("parameter with a recorded gradient", name, source.infos)
+    if not names and not source.trace.all_steps:
+        raise NotRecorded("the trace holds no sealed step, so there is nothing to replay; record at least one step")
     if not names:
         raise NotRecorded("the trace holds no gradients to replay; record with streams=('gradient', ...)")
     return names
@@ -175,7 +177,8 @@ def choose_steps(source: Source, steps: Any) -> tuple[int, ...]:
     if steps is None:
         return recorded
     if isinstance(steps, tuple) and len(steps) == 2:
-        chosen = tuple(s for s in recorded if (steps[0] or 0) <= s <= (steps[1] or recorded[-1]))
+        first, last = (end if given is None else given for given, end in zip(steps, (0, recorded[-1]), strict=True))
+        chosen = tuple(s for s in recorded if first <= s <= last)
     else:
         wanted = {int(s) for s in steps}
         missing = sorted(wanted.difference(recorded))
