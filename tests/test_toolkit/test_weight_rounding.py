@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toolkit.recipes import RECIPES, Stepper
+from toolkit.stages._rng import CounterRng
 from toolkit.variants import recipe
 from traces.views import NONZERO, ZERO, ParamInfo
 
@@ -126,3 +127,24 @@ def test_the_global_generator_is_left_alone() -> None:
     for name in RECIPES.names():
         Stepper(recipe(name), _info((8, 8))).step(weight, torch.ones_like(weight), lr=1e-2)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 40, 2**31, 2**32 - 40, 2**32, 2**40])
+def test_elements_beyond_2_to_the_31_draw_their_own_numbers(first: int) -> None:
+    # A shard of a huge parameter starts at `first`; rounded against numbers drawn one element at a time.
+    start, info = torch.randn(16, 5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16), _info((16, 5))
+    stepper, weight = Stepper(recipe("sgd"), info, seed=3), start.clone()
+    stepper.first_element = first
+    gradient = torch.randn(16, 5, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    stepper.step(weight, gradient, lr=1e-3)
+    wide = (start.float() - 1e-3 * gradient.float()).view(torch.int32).flatten()
+    bits = torch.stack([CounterRng(3, 1, "p").bits16((1,), offset=first + i)[0] for i in range(80)])
+    want = ((wide + bits) >> 16 << 16).view(torch.float32).to(torch.bfloat16).reshape(16, 5)
+    assert torch.equal(weight, want)
+
+
+def test_counters_do_not_repeat_beyond_2_to_the_32() -> None:
+    rng = CounterRng(0, 1, "p")
+    places = (0, 2**31, 2**32, 2**32 + 2**31, 2**33, 2**40, 2**63 - 64)
+    drawn = [tuple(rng.words(64, offset=place).tolist()) for place in places]
+    assert len(set(drawn)) == len(places)

@@ -43,9 +43,9 @@ def whole(name: str, value: int, low: int = 1) -> None:
         raise GradreelError(f"{name} is {value!r}; allowed: whole numbers of at least {low}")
 
 
-def common(lr: float, weight_decay: float, idle: str, rounding: str) -> None:
+def common(lr: float, weight_decay: float | None, idle: str, rounding: str | None) -> None:
     """What every recipe has."""
     not_negative("lr", lr)
-    not_negative("weight_decay", weight_decay)
+    not_negative("weight_decay", weight_decay)  # type: ignore[arg-type]
     one_of("idle", idle, IDLE_POLICIES)
     one_of("rounding", rounding, ROUNDINGS)

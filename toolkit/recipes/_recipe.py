@@ -6,6 +6,7 @@ passes it through the variants named after the plus signs.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -92,9 +93,11 @@ class RecipeFamily:
 def interval(
     name: str, value: float, low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    """Raise GradreelError with the value and the allowed interval unless `value` lies in it (NaN never does)."""
-    above = value > low if open_low else value >= low
-    below = value < high if open_high else value <= high
+    """Raise GradreelError with the value and the allowed interval unless `value` is a number in it (NaN never is)."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    above = number and (value > low if open_low else value >= low)
+    below = number and (value < high if open_high else value <= high)
     if not (above and below):
         brackets = ("(" if open_low else "[", ")" if open_high else "]")
-        raise GradreelError(f"{name} is {value}; allowed: {brackets[0]}{low}, {high}{brackets[1]}")
+        shown = str(value) if number else repr(value)
+        raise GradreelError(f"{name} is {shown}; allowed: {brackets[0]}{low}, {high}{brackets[1]}")

@@ -45,7 +45,7 @@ class MuonOptions:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _checks.common(self.lr, float(self.weight_decay or 0.0), self.idle, self.rounding)
+        _checks.common(self.lr, self.weight_decay, self.idle, self.rounding)
         interval("momentum", self.momentum, 0.0, 1.0, open_high=True)
         _checks.whole("sweeps", self.sweeps)  # type: ignore[arg-type]
         _checks.one_of("scale", self.scale, SCALES)

@@ -54,7 +54,7 @@ class SkewAdamOptions:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _checks.common(self.lr, self.weight_decay, self.idle, str(self.rounding))
+        _checks.common(self.lr, self.weight_decay, self.idle, self.rounding)
         _checks.not_negative("router_weight_decay", self.router_weight_decay)
         _checks.betas("betas", self.betas)
         for name in ("eps", "eps_row", "threshold"):
