@@ -389,7 +389,7 @@ def _rates(pairs: list[str] | None) -> dict[str, str] | None:
     """`["adamw=1e-3"]` -> {"adamw": "1e-3"}; a recipe's own `=` signs stand before the last one."""
     if not pairs:
         return None
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         name, mark, value = pair.rpartition("=")
         if not mark or not name or not value:

@@ -187,10 +187,14 @@ class FrameWriter:
     def abandon(self) -> None:
         """Drop what was written; nothing appears under `path`."""
         self._closed = True
-        if self._parquet is not None:
-            self._parquet.close()
-        if self.path is not None:
-            self._partial.unlink(missing_ok=True)
+        try:
+            if self._parquet is not None:
+                self._parquet.close()  # writes a footer, which a full disk refuses
+        except OSError:
+            pass
+        finally:
+            if self.path is not None:
+                self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> FrameWriter:
         return self

@@ -28,9 +28,20 @@ class CheckFailed(Exception):
 
 def out() -> Console:
     """The console for results. Built anew, so that a redirected `sys.stdout` is honoured; 80 columns in a pipe."""
+    return console_class()(file=sys.stdout, highlight=False)
+
+
+def console_class() -> type[Console]:
+    """The console of results, whose reader may leave early."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False)
+    class Quiet(Console):
+        """A reader who has seen enough (`| head`) is no failed check, which rich's exit code 1 would say."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Quiet
 
 
 def err() -> Console:

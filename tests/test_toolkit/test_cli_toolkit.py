@@ -16,7 +16,7 @@ from toolkit.frame import OPEN_LOOP_NOTE, read_frame, read_provenance
 from toolkit.metrics import METRICS
 from traces import console
 from traces.schema import Header, RawTensor, StepRecord
-from traces.views import ParamInfo
+from traces.views import NONZERO, ParamInfo
 from traces.writer import TraceWriter
 
 
@@ -247,11 +247,13 @@ def test_mistakes_are_one_line_and_exit_with_2(gradreel, plain_run, tmp_path, wo
 
 def test_a_trace_without_routing_is_replayed_and_reported(gradreel, tmp_path):
     """What needs routing is left out of the defaults, its rows per expert too."""
-    header = Header(params=(ParamInfo("up", "routed_expert", (2, 3, 3), expert_axis=0, num_experts=2),))
+    up = ParamInfo("up", "routed_expert", (2, 3, 3), expert_axis=0, num_experts=2)
+    header = Header(params=(up,), streams=("gradient", "scalars"))
     with TraceWriter(tmp_path / "a.trace", header) as writer:
         for step in (1, 2):
             ones = RawTensor("float32", (2, 3, 3), np.full((2, 3, 3), step, np.float32))
-            writer.append(StepRecord(step, {("gradient", "up"): ones, ("weight", "up"): ones}))
+            presence = {"up": np.full(2, NONZERO, np.uint8)}
+            writer.append(StepRecord(step, {("gradient", "up"): ones, ("weight", "up"): ones}, presence))
     for verb in ("replay", "report"):
         code, _, error = gradreel(verb, "a.trace", "-r", "adamw", "-r", "sgd")
         assert code == 0, error

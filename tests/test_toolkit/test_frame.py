@@ -130,3 +130,15 @@ def test_columns_of_another_type_are_cast_or_refused():
     assert conform(loose, "x").equals(frame)
     with pytest.raises(GradreelError, match="column role"):
         conform(frame.with_columns(pl.lit("boss").alias("role")), "x")
+
+
+def test_a_disk_that_is_full_at_the_footer_leaves_no_partial_file(tmp_path, monkeypatch):
+    writer = FrameWriter(tmp_path / "a.parquet", row_group_rows=1)
+    writer.write([{"metric": "m", "value": 1.0}])
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._parquet, "close", full)
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []

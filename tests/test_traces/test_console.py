@@ -95,3 +95,15 @@ def test_progress_bar_is_silent_in_a_pipe_and_shows_rate_and_estimate_when_asked
     assert "3/3" in shown.err
     assert "rows/s" in shown.err
     assert shown.out == ""
+
+
+def test_a_reader_who_leaves_early_is_no_failed_check(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write_through = isatty = lambda self, *_: False
+
+    monkeypatch.setattr(console.sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):  # which `run` turns into exit code 0
+        console.out().print("a table")
