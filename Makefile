@@ -7,7 +7,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: demo test test-full lint format bench clean
+.PHONY: demo test test-full lint format bench gpu-check clean
 
 # The venv is built once; it is brought up to date when the project's dependencies change.
 .venv/.base: pyproject.toml constraints.txt
@@ -42,6 +42,10 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/gradreel bench all
+
+# For a machine with a GPU: under its own Python, since .venv has torch for CPUs. Needs torch, triton, numpy, safetensors.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
