@@ -87,6 +87,7 @@ def test_recipe_describes_itself(name: str) -> None:
     assert family.summary
     assert family.paper
     assert family.checked_against
+    assert family.rate
     assert set(built.temporaries) == {"original", "ours"}
     assert built.lr > 0
     assert dataclasses.is_dataclass(family.options)

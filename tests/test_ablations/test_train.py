@@ -140,19 +140,19 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 def test_clipping_sees_the_fresh_gradient_of_hidden_momentum_and_clips_it() -> None:
     # The norm that is reported is that of this step alone, whichever optimizer trains.
     reports: dict[str, list[float]] = {}
+    batch = stdlib_corpus().batch(0, 1, 2, 32)
     for mode in ("attached", "apart"):
-        corpus = stdlib_corpus()
         torch.manual_seed(0)
         model = MoELanguageModel(SMALL)
         optimizer = make_optimizer(model, "mesh", lr=0.0, sage_weight_decay=0.0, hidden_momentum=mode)
-        result = train(model, optimizer, lambda step, _: corpus.batch(0, 1, 2, 32), 4, clip=0.2)
+        result = train(model, optimizer, lambda step, _: batch, 4, clip=0.2)
         reports[mode] = [report.grad_norm for report in result.reports]
         assert all(report.clip_factor < 1 for report in result.reports)
         experts = next(p for p in model.parameters() if p.dim() == 3)
         buffer = optimizer.state[experts]["buffer"]
         # Four times the same clipped gradient, decayed: beta + .. + beta^4 of it.
         optimizer.zero_grad()
-        model(**corpus.batch(0, 1, 2, 32)).loss.backward()
+        model(**batch).loss.backward()
         fresh = optimizer.fresh_gradient(experts)
         assert fresh is not None
         decayed = sum(0.9**k for k in range(1, 5)) * result.reports[0].clip_factor

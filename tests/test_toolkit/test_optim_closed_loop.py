@@ -1,10 +1,6 @@
 """Every recipe trains the demo's model at its listed default rate.
 
-The defaults were kept or set by this run (seed 0, 100 steps of 4 x 128 tokens, warm-up 10, cosine, clip 1; drop of the
-validation loss relative to AdamW's 5.39 -> 2.95): sgd 0.88 at 0.1 (0.10 at torch's 0.001), skewadam 0.85 (paper_exact
-0.81), sinkgd 1.07, mesh 1.06, mesh_b 1.10, sage_sinkhorn 1.10, normalise_then_momentum 1.04, sink_v 1.04, muon 1.11,
-lion 0.52, adafactor 1.06, galore 1.01, apollo 1.02, mesh_full_state 1.06 (adam 1.12). They are smoke rates, not tuned
-ones: one seed, no grid.
+`RecipeFamily.rate` records how each default was found, and the share of AdamW's drop that this run measured for it.
 """
 
 from __future__ import annotations
@@ -60,7 +56,10 @@ OTHERS = [*(n for n in RECIPES.names() if n != "adamw"), "skewadam(paper_exact=T
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
 def test_default_rate_trains(name: str) -> None:
-    assert drop(name) >= 0.25 * drop("adamw")
+    share = drop(name) / drop("adamw")
+    assert share >= 0.25
+    if "(" not in name:
+        assert float(RECIPES.get(name).rate.rpartition("share ")[2]) == pytest.approx(share, abs=0.1)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -63,15 +63,12 @@ def test_adafactor_of_pytorch_optimizer() -> None:
 
 
 def test_galore_of_pytorch_optimizer() -> None:
+    projection = {"rank": 2, "update_proj_gap": 1000, "scale": 0.25, "projection_type": "std"}
     # One basis for the whole run: the two count the steps between renewals from 1 and from 0.
     ours, theirs = follow(
         "galore",
         (6, 9),
-        lambda p: pytorch_optimizer.GaLore(
-            [{"params": p, "rank": 2, "update_proj_gap": 1000, "scale": 0.25, "projection_type": "std"}],
-            lr=0.01,
-            eps=1e-8,
-        ),
+        lambda p: pytorch_optimizer.GaLore([{"params": p, **projection}], lr=0.01, eps=1e-8),
         rank=2,
         refresh=1000,
     )

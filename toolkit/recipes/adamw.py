@@ -47,4 +47,5 @@ RECIPE = RecipeFamily(
     paper="arXiv 1711.05101",
     summary="Adam with decoupled weight decay, on every role",
     checked_against="torch.optim.AdamW, single-tensor and foreach, bit for bit",
+    rate="torch's own; 2.44 nats per byte",
 )

@@ -46,5 +46,6 @@ RECIPE = RecipeFamily(
     build=build,
     paper="arXiv 2302.06675",
     summary="the sign of momentum and gradient together, one moment, on every role",
-    checked_against="a golden run of the SkewAdam study's Lion; a float64 loop",
+    checked_against="pytorch-optimizer's Lion; a golden run of the SkewAdam study's Lion; a float64 loop",
+    rate="as published; share 0.52",
 )

@@ -100,4 +100,5 @@ RECIPE = RecipeFamily(
     paper="arXiv 2608.04407",
     summary="hidden momentum then Sinkhorn on routed experts, SAGE on vocabulary, no other state",
     checked_against="a float64 loop written from the formulas",
+    rate="AdamW's, since the paper gives none; share 1.07",
 )

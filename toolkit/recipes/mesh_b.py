@@ -61,4 +61,5 @@ RECIPE = RecipeFamily(
     paper="arXiv 2608.04407",
     summary="MESH times an inverse RMS per neuron or block, after the normalisation unless told otherwise",
     checked_against="a float64 loop written from the formulas",
+    rate="as mesh; share 1.11",
 )
