@@ -58,3 +58,33 @@ def test_open_loop_sentence_is_there() -> None:
     from toolkit.frame import OPEN_LOOP_NOTE
 
     assert OPEN_LOOP_NOTE in README
+
+
+# What a reader has before the first snippet: a model, its optimizer and a training loop.
+READER = """
+import torch
+from ablations.models import MoEConfig, MoELanguageModel
+
+model = MoELanguageModel(MoEConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=8, max_positions=16, dense_hidden=16, expert_hidden=8, num_experts=4, top_k=2, moe_layers=(1,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+def train(model, optimizer):
+    for _ in range(4):
+        tokens = torch.randint(0, 32, (2, 8))
+        logits = model(tokens).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_python_in_readme_runs_word_for_word(tmp_path: Path) -> None:
+    """In one fresh process and in their order: a package's function must be found whatever was imported before."""
+    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(snippets) >= 3
+    script = tmp_path / "reader.py"
+    script.write_text("\n".join([READER, *snippets, "train(model, optimizer)", "print(result.frame.height)"]))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 0

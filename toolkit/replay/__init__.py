@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,3 +28,16 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'toolkit.replay' has no attribute {name!r}")
     return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+class _Callable(ModuleType):
+    """This package under the name it shares with its function: whichever of the two an import hands out, it replays."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> ReplayResult:
+        """`toolkit.replay.replay` with these arguments."""
+        result: ReplayResult = self.replay(*arguments, **options)
+        return result
+
+
+# Importing a subpackage binds it in its parent, so `from toolkit import replay` gives this module and not the function.
+sys.modules[__name__].__class__ = _Callable
