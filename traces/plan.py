@@ -60,5 +60,5 @@ class Plan:
         thousand = at.estimate(self._infos, self.layer_infos(), self.tokens, 1000)
         return (
             f"recording {when}, {len(self._infos)} parameters and {len(self._layers)} MoE layers, to {path}: "
-            f"{format_bytes(self.step_bytes)} a recorded step, {format_bytes(thousand)} over 1000 steps; {limit}"
+            f"{format_bytes(self.step_bytes)} a recorded step, {format_bytes(thousand)} per 1000 steps; {limit}"
         )
