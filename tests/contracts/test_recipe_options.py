@@ -16,7 +16,7 @@ SWITCHES = [(family.name, field.name) for family in RECIPES.all() for field in d
 
 def wrong_values(default: Any, name: str) -> list[Any]:
     if isinstance(default, bool):
-        return []
+        return ["yes", 2]
     if isinstance(default, tuple):
         return [(1.0, 0.5), (0.5, 1.0), (-0.1, 0.5), (0.5, math.nan), (0.5,), 0.9, ("a", "b"), None]
     if isinstance(default, int):

@@ -87,6 +87,11 @@ class RecipeFamily:
         for key in changes:
             if key not in allowed:
                 raise GradreelError(f"recipe {self.name} has no option {key!r}; allowed: {', '.join(sorted(allowed))}")
+        for option in fields(self.options):
+            value = changes.get(option.name, option.default)
+            allowed_none = option.type == "bool | None" and value is None
+            if option.type in ("bool", "bool | None") and not isinstance(value, bool) and not allowed_none:
+                raise GradreelError(f"{option.name} is {value!r}; allowed: True, False")
         built = self.build(self.options(**changes))
         unknown_rows = {k.split("/")[0] for k in built.groups} - {*ROLES, ONE_D, REST}
         if unknown_rows:
