@@ -197,6 +197,21 @@ def test_clipping_meets_the_fresh_gradient_only(mode: str) -> None:
     torch.testing.assert_close(buffer(optimizer, bank), total, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["attached", "apart"])
+def test_clipping_leaves_a_gradient_that_is_not_finite(mode: str) -> None:
+    # Scaled by 1 / inf it would turn into NaN, and the other experts' history into zeros.
+    bank, optimizer = plain_run(2, hidden_momentum=mode)
+    optimizer.track_fresh_gradients()
+    gradient = wanted(2)
+    gradient[0, 0, 0] = torch.inf
+    bank(gradient).backward()
+    assert not torch.isfinite(clip_fresh_gradients(optimizer, 0.5))
+    assert torch.equal(optimizer.fresh_gradient(bank.experts), gradient)  # type: ignore[arg-type]
+    total = optimizer.grad_buffer(bank.experts)
+    assert total is not None
+    torch.testing.assert_close(total[1:], (by_hand(2) + gradient)[1:])
+
+
 def test_torch_clipping_does_not_touch_history() -> None:
     bank, optimizer = plain_run(5)
     before = buffer(optimizer, bank).clone()

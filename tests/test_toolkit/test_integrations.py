@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,33 @@ def test_lightning_and_a_plain_loop_train_the_same(tmp_path: Path) -> None:
 
     plain = plain_loop.main(tmp_path / "plain.trace", STEPS)
     assert lightning_fit.main(tmp_path / "lightning.trace", STEPS) == plain
+
+
+def test_accelerate_prepares_attached_momentum_too() -> None:
+    # `prepare` loads the fresh optimizer's own state back into it, which must not count as history.
+    from accelerate import Accelerator
+
+    from ablations.examples._small import batches, small_model
+    from toolkit.optim import make_optimizer
+
+    def run(prepare: bool) -> list[torch.Tensor]:
+        model: Any = small_model()
+        optimizer: Any = make_optimizer(model, "mesh")
+        backward: Any = torch.Tensor.backward
+        if prepare:
+            accelerator = Accelerator(cpu=True)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            backward = accelerator.backward
+        for step, batch in enumerate(batches(4)):
+            backward(model(**batch).loss)
+            experts = next(p for p in model.parameters() if p.dim() == 3)
+            assert (experts.grad is None) == (step > 0), "attached from the second step on"
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    for mine, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_a_recording_survives_a_failing_run(tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_the_gate_follows_the_routing() -> None:
     assert busy.tolist() == (tokens > 0).tolist()
 
 
+@pytest.mark.parametrize("mode", ["attached", "apart"])
+def test_the_gate_in_either_mode_of_hidden_momentum(mode: str) -> None:
+    weights = []
+    for hidden in (mode, "auto"):
+        model = net()
+        optimizer = make_optimizer(model, f"mesh+token_gate({GATE})", hidden_momentum=hidden)
+        for step in range(3):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        weights.append(expert_weights(model))
+    assert torch.equal(*weights)
+
+
 def _accumulate(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     used = [batch(1), batch(2)]
     for one in used:
