@@ -135,8 +135,10 @@ class TraceSink:
             self._sealed_steps, self._sealed_at = writer.sealed_steps, now
         elif now - self._sealed_at >= SEAL_SECONDS:
             self._sealed_at = now
-            with contextlib.suppress(OSError):  # the steps stay buffered, and the next one tries again
+            try:
                 writer.flush()
+            except Exception as error:  # the steps stay buffered, and the next one tries again
+                self.first_error = self.first_error or error
 
     def _lose(self, error: BaseException | None) -> None:
         self.first_error = self.first_error or error

@@ -64,7 +64,9 @@ def train(
     run: dict[str, Any] | None = None,
 ) -> TinyRun:
     generator = torch.Generator().manual_seed(7)
-    params = {p.name: torch.randn(p.shape, generator=generator).requires_grad_() for p in table}
+    by_name = {p.name: p for p in table}
+    dtypes = {p.name: getattr(torch, p.dtype) for p in table}
+    params = {n: torch.randn(p.shape, generator=generator).to(dtypes[n]).requires_grad_() for n, p in by_name.items()}
     drift = {p.name: torch.randn(p.shape, generator=generator) for p in table}
     optimizer = make(params)
     named = {id(p): name for name, p in params.items()}
@@ -107,7 +109,7 @@ def _gradients(written, record, params, drift, generator, hide, table, experts, 
     written.tokens[step] = np.bincount(ids.reshape(-1), minlength=E)
     found: dict[str, Tensor | None] = {}
     for info in table:
-        gradient = drift[info.name] + 2 * torch.randn(info.shape, generator=generator)
+        gradient = (drift[info.name] + 2 * torch.randn(info.shape, generator=generator)).to(params[info.name].dtype)
         if info.expert_axis is not None:
             idle = torch.from_numpy(written.tokens[step] == 0)
             gradient[idle] = 0.0
@@ -129,6 +131,12 @@ def _gradients(written, record, params, drift, generator, hide, table, experts, 
     written.gradients[step] = {name: None if g is None else g.clone() for name, g in found.items()}
     if record.recorded and "routing" in streams:
         record.routing.append(RoutingRecord(0, 0, ids, np.zeros(T, bool)))
+
+
+@pytest.fixture
+def tiny_table() -> tuple[ParamInfo, ...]:
+    """The parameters of a tiny run."""
+    return TABLE
 
 
 @pytest.fixture

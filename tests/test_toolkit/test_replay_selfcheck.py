@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,25 @@ def test_one_changed_bit_names_step_and_tensor(tiny_run, stream, step, expected)
     assert check.max_difference > 0
     with pytest.raises(CheckFailed, match=r"experts\.up"):
         check.require()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_torch_in_half_precision_is_not_comparable(tiny_run, tiny_table, dtype):
+    table = tuple(dataclasses.replace(info, dtype=dtype) for info in tiny_table)
+    check = selfcheck(tiny_run(table=table).path)
+    assert (check.ok, check.comparable) == (False, False)
+    assert f"compute and keep state in {dtype}" in check.message
+
+
+def test_a_run_that_went_to_nan_is_reproduced_too(tiny_run):
+    def poison(step, name, gradient):
+        return gradient * torch.nan if step == 5 and name == "experts.up" else gradient
+
+    run = tiny_run(hide=poison)
+    assert run.weights[13]["experts.up"].isnan().all()
+    assert selfcheck(run.path).ok
+    healthy = selfcheck(falsify(run.path, "weight", "experts.up", 13, lambda data: np.ones_like(data)))
+    assert (healthy.ok, healthy.param, healthy.max_difference) == (False, "experts.up", float("inf"))
 
 
 def test_with_weights_at_the_ends_only_the_tensor_is_named(tiny_run):

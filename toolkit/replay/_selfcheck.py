@@ -19,7 +19,7 @@ from toolkit.recipes import Recipe
 from toolkit.replay._engine import read_tokens
 from toolkit.replay._plan import Plan, Subject, make_plan
 from toolkit.replay._source import Source
-from toolkit.replay._trained_by import state_names, trained_by
+from toolkit.replay._trained_by import TORCH_OPTIMIZERS, optimizer_of, state_names, trained_by
 from toolkit.replay._walk import Track, Walk, Want
 from traces.console import CheckFailed, progress_bar
 
@@ -65,8 +65,9 @@ class _Found:
         if _same_bits(mine, recorded):
             return
         self.differing.add(name)
-        gap = float((mine.double() - recorded.double()).abs().max())
-        gap = math.inf if math.isnan(gap) else gap
+        # Equal infinities are no difference, and their gap is not inf - inf.
+        gaps = torch.where(mine == recorded, 0.0, (mine.double() - recorded.double()).abs())
+        gap = float(gaps.nan_to_num(nan=math.inf).max())
         if gap > self.largest or self.largest_at is None:
             self.largest, self.largest_at = gap, (name, step)
         here = (step, self.order[name], name)
@@ -163,6 +164,9 @@ def why_not_comparable(source: Source) -> Iterator[str]:
         if raw is not None and raw.dtype != info.dtype:
             yield f"gradients were stored as {raw.dtype}, parameters are {info.dtype}"
             break
+    half = next((info for info in source.infos.values() if info.dtype in ("bfloat16", "float16")), None)
+    if half is not None and any(optimizer_of(source, group) in TORCH_OPTIMIZERS for group in source.groups):
+        yield f"torch's optimizers compute and keep state in {half.dtype}, recipes in float32"
     if any(source.experts(name, source.steps) is not None for name in source.infos):
         yield "only a subset of experts was recorded"
 
@@ -237,7 +241,9 @@ def _not_comparable(reasons: list[str]) -> str:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal to the bit; any NaN equals any other, since its payload follows no rule."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return bool(torch.equal(left.contiguous().view(width), right.contiguous().view(width)))
+    same = left.contiguous().view(width) == right.contiguous().view(width)
+    return bool((same | (left.isnan() & right.isnan())).all())
