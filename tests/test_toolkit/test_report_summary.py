@@ -58,7 +58,7 @@ def test_printed_text_has_notes_divergence_and_other_roles():
     text = io.StringIO()
     print_summary(Console(file=text, width=80), frame_of(*rows), notes=["a [b]note[/b]"])
     shown = text.getvalue()
-    assert "Roles in the file only: router" in shown
+    assert "The Frame also holds: router" in shown
     assert "Note: a [b]note[/b]" in shown
     assert "sgd diverged: weights not finite from step 7 on, in 1 matrices" in shown
 

@@ -31,7 +31,7 @@ def print_summary(
     for part in summary(frame):
         console.print(part, markup=False)
     if roles := other_roles(frame):
-        console.print(f"Roles in the file only: {', '.join(roles)}", markup=False)
+        console.print(f"The Frame also holds: {', '.join(roles)}", markup=False)
     for note in (*notes, *diverged(frame)):
         console.print(f"Note: {note}", markup=False)
     console.print(f"{OPEN_LOOP_NOTE}.", markup=False)
