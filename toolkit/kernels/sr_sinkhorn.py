@@ -7,14 +7,15 @@ L sweeps are Sinkhorn-Knopp on the squares, so the result is diag(u) x diag(v) a
 is no eps: a zero row or column gets the factor 0, and each row is first scaled by an exact power of two, so that
 squares neither overflow nor vanish. An expert with a NaN or an infinity comes out as NaN, alone.
 
-This file holds the public door, the float64 truth and the torch form for any device; `sr_sinkhorn_cpu.py` beside it
-is the fused one for CPUs.
+This file holds the public door, the float64 truth and the torch form for any device. Beside it are the fused ones:
+`sr_sinkhorn_cpu.py`; `sr_sinkhorn_triton.py`; `sr_sinkhorn_cuda.py` for matrices that fit into shared memory. The two
+for GPUs run by name only, as long as no GPU has checked them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 OP = "sr_sinkhorn"
 COMPAT = ("paper", "unit_columns")
-BUILT = ("reference", "eager", "cpu", "triton")
+BUILT = ("reference", "eager", "cpu", "triton", "cuda")
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -82,6 +83,10 @@ def sr_sinkhorn_run(
         from toolkit.kernels import sr_sinkhorn_triton
 
         return sr_sinkhorn_triton.run(x, wanted, compat, keep == "directions")
+    if chosen == "cuda":
+        from toolkit.kernels import sr_sinkhorn_cuda
+
+        return sr_sinkhorn_cuda.run(x, wanted, compat, keep == "directions")
     return _run_torch(x, wanted, compat, keep == "directions", chosen)
 
 
@@ -130,10 +135,10 @@ def sr_sinkhorn_apply_each(
         chosen = check_pair(OP, weight, x, backend, chosen, rounding)
         if weight.dtype != first.dtype:
             raise GradreelError(f"{OP}: weights are {first.dtype} and {weight.dtype}; give weights of one dtype")
-    if chosen == "triton" and (str(first.dtype)[6:] not in ("float32", "bfloat16") or rounding != "nearest"):
-        if backend == "triton":
+    if chosen in ("triton", "cuda") and (str(first.dtype)[6:] not in ("float32", "bfloat16") or rounding != "nearest"):
+        if backend in ("triton", "cuda"):
             raise GradreelError(
-                f"{OP}: backend 'triton' applies to float32 and bfloat16 weights with rounding 'nearest', not to "
+                f"{OP}: backend {backend!r} applies to float32 and bfloat16 weights with rounding 'nearest', not to "
                 f"{first.dtype} with {rounding!r}"
             )
         chosen = "eager"
@@ -146,12 +151,11 @@ def sr_sinkhorn_apply_each(
 
             detached = {sweep: weight.detach() for sweep, weight in weights.items()}
             sr_sinkhorn_cpu.apply(detached, x, float(lr), float(decay), compat, rounding=rounding, rng=rng)
-        elif chosen == "triton":
-            from toolkit.kernels import sr_sinkhorn_triton
-
+        elif chosen in ("triton", "cuda"):
+            step = _gpu_apply(chosen)
             for sweep, weight in weights.items():
                 flat_w = as_matrices(weight.detach()).contiguous()
-                sr_sinkhorn_triton.apply(flat_w, x, float(lr), float(decay), sweep, compat)
+                step(flat_w, x, float(lr), float(decay), sweep, compat)
                 put_back(weight, flat_w)
         else:
             directions = _run_torch(x, sweeps, compat, True, chosen).directions
@@ -162,6 +166,16 @@ def sr_sinkhorn_apply_each(
                     descend(flat_w[e], flat_d[e].to(wide), lr, 1.0 - decay, rounding, rng, e * m * n)
                 put_back(weight, flat_w)
     return chosen
+
+
+def _gpu_apply(backend: str) -> Callable[..., None]:
+    if backend == "triton":
+        from toolkit.kernels import sr_sinkhorn_triton
+
+        return sr_sinkhorn_triton.apply
+    from toolkit.kernels import sr_sinkhorn_cuda
+
+    return sr_sinkhorn_cuda.apply
 
 
 def _check(x: Tensor, sweeps: Sequence[int], backend: str | None, compat: str) -> str:
