@@ -96,8 +96,10 @@ def record(
     steps: Annotated[int | None, typer.Option(min=2, help="Of a preset: fewer or more steps than its own.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Record each n-th step.")] = 1,
     bursts: Annotated[str | None, typer.Option(metavar="LENGTH/PERIOD", help="Record bursts, such as 16/500.")] = None,
-    roles: Annotated[str, typer.Option(help="Roles to record, separated by commas.")] = "router,routed_expert",
-    streams: Annotated[str, typer.Option(help="Streams, separated by commas.")] = "gradient,routing,scalars",
+    roles: Annotated[str, typer.Option(help="Roles to record, separated by commas; or all.")] = "router,routed_expert",
+    streams: Annotated[
+        str, typer.Option(help="Streams, by commas; also weight, scores, logits, statistics, ...")
+    ] = "gradient,routing,scalars",
     experts: Annotated[str, typer.Option(help="'all', or how many experts to sample per layer.")] = "all",
     dtype: Annotated[str | None, typer.Option(help="Of recorded gradients, such as bfloat16.")] = None,
     budget: Annotated[str, typer.Option(help="Where recording ends; training goes on.")] = "10GiB",
