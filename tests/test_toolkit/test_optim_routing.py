@@ -50,7 +50,7 @@ def counted(model: MoELanguageModel, *batches: dict[str, Any]) -> torch.Tensor:
     """The tokens of each expert, as a Recorder counts them, which shares the test's batches and nothing else."""
     seen = []
     throwaway = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Recorder(None, model, throwaway, on_step=lambda views: seen.append(views[0].tokens_per_expert)):
+    with Recorder(None, model, throwaway, on_step=lambda views: seen.append(views[0].routing.tokens_per_expert)):
         for one in batches:
             model(**one).loss.backward()
         throwaway.step()
