@@ -55,6 +55,42 @@ assert math.isfinite(result.cosine[2][0])
 print("agrees")
 """
 
+STEPS = """
+import torch
+from toolkit.kernels import adamw_step, sign_step
+from toolkit.kernels._bench_steps import Noise
+
+generator = torch.Generator().manual_seed(0)
+rng = Noise()
+rng.step = 2**32 + 3
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in ((3, 20, 31), (1,), (2, 1030), (0, 4)):
+        start, x = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype)
+        x.view(-1)[::7] = 0
+        for rounding in ("nearest", "stochastic"):
+            results = []
+            for backend in ("eager", "triton"):
+                w, signed = start.clone(), start.clone()
+                m, v = torch.zeros(shape), torch.zeros(shape)
+                for step in (1, 2):
+                    options = {"weight_decay": 0.1, "rounding": rounding, "rng": rng, "backend": backend}
+                    assert adamw_step(w, x, m, v, step=step, lr=0.05, **options) == backend
+                    sign_step(signed, x, lr=0.05, **options)
+                results.append((w, signed, m, v))
+            for one, other in zip(*results):
+                if one.dtype == torch.float32:
+                    assert torch.allclose(one, other, rtol=2e-6, atol=1e-7), (dtype, shape, rounding)
+                else:
+                    apart = (one.view(torch.int16).int() - other.view(torch.int16).int()).abs()
+                    assert not apart.numel() or int(apart.max()) <= 1, (shape, rounding)
+                    assert not apart.numel() or int((apart > 0).sum()) <= apart.numel() // 100, (shape, rounding)
+bad = torch.tensor([float("nan"), 1.0])
+w = torch.zeros(2)
+sign_step(w, bad, lr=1.0, backend="triton")
+assert w.isnan().tolist() == [True, False]
+print("agrees")
+"""
+
 
 def run(arguments, **environment):
     return subprocess.run(
@@ -69,6 +105,12 @@ def run(arguments, **environment):
 
 def test_the_interpreter_agrees_with_the_reference():
     done = run(["-c", SCRIPT], TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "agrees"
+
+
+def test_elementwise_steps_agree_with_torch():
+    done = run(["-c", STEPS], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "agrees"
 

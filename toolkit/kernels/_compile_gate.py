@@ -25,7 +25,7 @@ def compile_all() -> Iterator[dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for name, kernel, signature, constants in _kernels():
+    for name, kernel, signature, constants in (*_kernels(), *_elementwise()):
         for target in TARGETS:
             named = dict.fromkeys(constants, "constexpr")
             order = kernel.arg_names
@@ -79,6 +79,30 @@ def _kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         {"partial": "*fp64", "v": "*fp64", "m": "i32", "n": "i32", "blocks": "i32"},
         {"BN": sinkhorn.COLUMN_BLOCK},
     )
+
+
+def _elementwise() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    from toolkit.kernels import adamw_step_triton, sign_step_triton
+    from toolkit.kernels._store_triton import BLOCK
+
+    counters = dict.fromkeys(("key0", "key1", "step", "count"), "i64")
+    for bits in (False, True):
+        element, label = ("*i16", "bf16") if bits else ("*fp32", "fp32")
+        own = {"BITS": bits, "NOISE": bits, "BLOCK": BLOCK}
+        numbers = dict.fromkeys(("lr", "keep"), "fp32")
+        yield (
+            f"sign_step {label}",
+            sign_step_triton.sign_kernel,
+            {"w": element, "x": element, **numbers, **counters},
+            {**own, "X_BITS": bits},
+        )
+        numbers = dict.fromkeys(("rate", "root2", "rest1", "beta2", "rest2", "eps", "keep"), "fp32")
+        yield (
+            f"adamw_step {label}",
+            adamw_step_triton.adamw_kernel,
+            {"w": element, "g": element, "m": "*fp32", "v": "*fp32", **numbers, **counters},
+            {**own, "G_BITS": bits},
+        )
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

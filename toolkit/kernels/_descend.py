@@ -35,9 +35,9 @@ def check_pair(op: str, weight: Tensor, gradient: Tensor, backend: str | None, c
         )
     if rounding not in ROUNDINGS:
         raise unknown("rounding", rounding, ROUNDINGS)
-    if chosen == "cpu" and weight.dtype not in (torch.float32, torch.bfloat16):
-        if backend == "cpu":
-            raise GradreelError(f"{op}: backend 'cpu' steps float32 and bfloat16 weights, not {weight.dtype}")
+    if chosen in ("cpu", "triton") and weight.dtype not in (torch.float32, torch.bfloat16):
+        if backend == chosen:
+            raise GradreelError(f"{op}: backend {chosen!r} steps float32 and bfloat16 weights, not {weight.dtype}")
         return "eager"
     return chosen
 

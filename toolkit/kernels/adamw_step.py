@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OP = "adamw_step"
-BUILT = ("reference", "eager", "cpu")
+BUILT = ("reference", "eager", "cpu", "triton")
 
 
 def adamw_step(
@@ -61,6 +61,11 @@ def adamw_step(
             from toolkit.kernels import adamw_step_cpu
 
             adamw_step_cpu.run(w, g, m, v, lr / c1, root2, betas, eps, keep, rounding, rng)
+        elif chosen == "triton":
+            from toolkit.kernels import adamw_step_triton
+
+            w = w.contiguous()
+            adamw_step_triton.run(w, g, m, v, lr / c1, root2, betas, eps, keep, rounding, rng)
         else:
             wide, size = wide_dtype(weight, chosen), w.shape[1] * w.shape[2]
             for e in range(len(w)):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OP = "sign_step"
-BUILT = ("reference", "eager", "cpu")
+BUILT = ("reference", "eager", "cpu", "triton")
 
 
 def sign_step(
@@ -44,6 +44,11 @@ def sign_step(
             from toolkit.kernels import sign_step_cpu
 
             sign_step_cpu.run(w, g, lr, keep, rounding, rng)
+        elif chosen == "triton":
+            from toolkit.kernels import sign_step_triton
+
+            w = w.contiguous()
+            sign_step_triton.run(w, g, lr, keep, rounding, rng)
         else:
             wide, size = wide_dtype(weight, chosen), w.shape[1] * w.shape[2]
             for e in range(len(w)):
