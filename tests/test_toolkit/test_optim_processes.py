@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -170,6 +171,9 @@ def _worker(rank: int, port: int, folder: str, what: str) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     try:
         _ddp(rank) if what == "ddp" else _fsdp(rank, folder)
+        # No rank may leave while gloo's threads still serve the other, nor models outlive their groups: both abort.
+        gc.collect()
+        torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
