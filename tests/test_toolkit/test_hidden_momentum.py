@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -210,6 +211,21 @@ def test_clipping_leaves_a_gradient_that_is_not_finite(mode: str) -> None:
     total = optimizer.grad_buffer(bank.experts)
     assert total is not None
     torch.testing.assert_close(total[1:], (by_hand(2) + gradient)[1:])
+
+
+def test_who_did_not_ask_for_attachment_is_told_once() -> None:
+    bank = Bank()
+    optimizer = make(bank)
+    bank(wanted(0)).backward()
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_ does not see them") as told:
+        optimizer.step()
+    assert [w.filename for w in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bank(wanted(1)).backward()
+        optimizer.step()
+        chosen = make(Bank(), hidden_momentum="attached")
+        chosen.step()
 
 
 def test_torch_clipping_does_not_touch_history() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,6 +71,7 @@ class RecipeOptimizer(torch.optim.Optimizer):
         self._hidden: dict[nn.Parameter, HiddenMomentum] = {}
         self._routing: RoutingCounts | None = None
         self._averaging: AveragingCheck | None = None
+        self._told = False  # of attached momentum, once
         self.fused = bool(fused)
         defaults = {"lr": base, "role": "other", "layouts": None}
         # A recorder looks here for what decides the bits of a step.
@@ -164,7 +166,19 @@ class RecipeOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 layer = self._infos[parameter].layer
                 self._step_one(parameter, float(group["lr"]), None if layer is None else counts.get(layer))
+        self._tell_of_attachment()
         return loss
+
+    def _tell_of_attachment(self) -> None:
+        # Who chose "attached" knows; under "auto" a loop that clips would leave the experts out without a word.
+        if self._hidden and self.hidden_momentum == "auto" and not self._told:
+            self._told = True
+            warnings.warn(
+                f"from now on backward adds onto the momentum of {len(self._hidden)} parameters and leaves their .grad "
+                "None, so clip_grad_norm_ does not see them; clip with toolkit.optim.clip_fresh_gradients, or build "
+                "with hidden_momentum='apart' (one gradient more) or 'attached' (without this warning)",
+                stacklevel=4,  # past this method, step and torch's wrapper of it
+            )
 
     @torch.no_grad()
     def _step_one(self, parameter: nn.Parameter, lr: float, tokens: Tensor | None) -> None:
