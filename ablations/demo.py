@@ -78,15 +78,15 @@ def run_demo(
     _refuse_foreign(target)
     with _in_place_of(target) as aside:
         seconds: dict[str, float] = {}
-        with _timed(seconds, "record"):
+        with _timed(seconds, "record", f"trained and recorded {preset.steps} steps"):
             run = record_preset(
                 preset, aside / "demo.trace", notify=lambda text: say(text.replace(str(aside), str(target)))
             )
-        with _timed(seconds, "replay"):
+        with _timed(seconds, "replay", f"replayed them through {len(preset.arms)} recipes"):
             result = _replay(preset, aside)
             result.provenance["trace"]["path"] = str(target / "demo.trace")
             selfcheck = result.selfcheck(preset.trained_recipe()).message
-        with _timed(seconds, "report"):
+        with _timed(seconds, "report", "drew the figures and wrote the report"):
             verdict = _report(preset, aside, result, selfcheck, run)
         about = {"made_by": "gradreel demo", "seconds": seconds, **preset.to_dict()}
         (aside / _MARK).write_text(json.dumps(about, indent=1) + "\n")
@@ -242,7 +242,8 @@ def _umask() -> int:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], name: str, done: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - began, 3)
+    say(f"{done} in {seconds[name]:.0f} s")  # where no bar is drawn, the only sign of life

@@ -64,7 +64,10 @@ class Comparison:
         """Its 95% interval, or why there is none."""
         if self.low is None or self.high is None:
             return f"no interval from {self.units} units"
-        return f"{self._show(self.low)} to {self._show(self.high)}{self._unit}"
+        low, high = self._show(self.low), self._show(self.high)
+        if low == high and self.low != self.high and self.measure.key == "flips":
+            low, high = number(100 * self.low, 1), number(100 * self.high, 1)
+        return f"{low} to {high}{self._unit}"
 
     @property
     def words(self) -> str:
@@ -195,6 +198,12 @@ def verdict(frame: pl.DataFrame | pl.LazyFrame) -> Verdict:
     compared = [_against(frame, stateless, name) for name in others]
     headline, outcome = _headline(stateless, others[0], compared[0])
     details = [say(stateless, others[0], compared[0]) for say in (_few_tokens, _zombies)]
+    if others[0] == smoothed:
+        details.insert(
+            0,
+            f"{smoothed} averages over past steps, so steadier updates are what it is built to give: read the size of "
+            "the difference, and not its sign, as the finding.",
+        )
     if smoothed is None:
         details.insert(0, "MESH was not replayed, so the comparison is with the reference alone.")
     for name, found in zip(others[1:], compared[1:], strict=True):
