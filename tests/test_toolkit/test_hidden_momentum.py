@@ -359,6 +359,38 @@ def test_probe_backward() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_probe_leaves_no_mark(stepped: bool) -> None:
+    """torch.autograd.grad runs the parameter's hooks as backward does, but adds nothing."""
+    bank, optimizer = plain_run(2, hidden_momentum="attached")
+    optimizer.track_fresh_gradients()
+    held, before = buffer(optimizer, bank).clone(), bank.experts.detach().clone()
+    torch.autograd.grad(bank(wanted(9)), [bank.experts])
+    assert bank.experts.grad is None
+    assert optimizer.fresh_gradient(bank.experts) is None
+    if stepped:
+        bank(wanted(2, idle=(1,))).backward()
+        assert torch.equal(optimizer.fresh_gradient(bank.experts), wanted(2, idle=(1,)))
+        optimizer.step()
+        assert torch.equal(bank.experts[1], before[1])  # present in the probe alone
+        held = torch.where(torch.tensor([True, False, True])[:, None, None], BETA * (held + wanted(2)), held)
+    else:
+        optimizer.step()  # nothing came, nothing moves
+        assert torch.equal(bank.experts, before)
+    assert torch.allclose(buffer(optimizer, bank), held)
+
+
+def test_apart_history_loaded_into_attached_is_known_to_be_history() -> None:
+    """Otherwise the whole buffer would pass for the first step's own gradient."""
+    saved = plain_run(2, hidden_momentum="apart")[1].state_dict()
+    bank = Bank()
+    optimizer = make(bank, hidden_momentum="attached")
+    optimizer.load_state_dict(saved)
+    bank(wanted(2)).backward()
+    with pytest.raises(GradreelError, match="added onto the momentum buffer and not kept"):
+        optimizer.fresh_gradient(bank.experts)
+
+
 def test_create_graph_is_detected() -> None:
     bank, optimizer = plain_run(2)
     before = buffer(optimizer, bank).clone()

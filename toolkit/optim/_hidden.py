@@ -37,6 +37,7 @@ class HiddenMomentum:
         self.active, self.pending, self.tracking, self.steps = active, 0, False, 0
         self.fresh: Tensor | None = None
         self.presence: Tensor | None = None
+        self._arriving: Tensor | None = None
         if parameter.dtype != torch.float32:
             parameter.grad_dtype = torch.float32
         mine = weakref.ref(self)
@@ -114,15 +115,20 @@ class HiddenMomentum:
                 "probes, or hidden_momentum='apart'"
             )
         self.parameter.grad = buffer
-        self._address = buffer.data_ptr()
-        seen = _nonzero_experts(gradient.detach(), self.stepper)
-        self.presence = seen if self.presence is None else self.presence | seen
-        if self.tracking:
-            fresh = gradient.detach()
-            self.fresh = fresh.clone() if self.fresh is None else self.fresh.add_(fresh)
+        self._address, self._arriving = buffer.data_ptr(), gradient.detach()
+        # torch.autograd.grad comes through here too, but accumulates nothing: whatever has not arrived by the end of
+        # this pass leaves no mark.
+        torch.autograd.Variable._execution_engine.queue_callback(self._withdraw)
+
+    def _withdraw(self) -> None:
+        if self._arriving is None:
+            return
+        self._arriving, held = None, self.parameter.grad
+        if held is not None and held.data_ptr() == self._address:
+            self.parameter.grad = None
 
     def _after_accumulation(self) -> None:
-        held = self.parameter.grad
+        held, gradient, self._arriving = self.parameter.grad, self._arriving, None
         if held is None or held.data_ptr() != self._address:
             self.parameter.grad = None
             raise GradreelError(
@@ -131,6 +137,11 @@ class HiddenMomentum:
             )
         self.parameter.grad = None
         self.pending += 1
+        assert gradient is not None
+        seen = _nonzero_experts(gradient, self.stepper)
+        self.presence = seen if self.presence is None else self.presence | seen
+        if self.tracking:
+            self.fresh = gradient.clone() if self.fresh is None else self.fresh.add_(gradient)
 
 
 def _nonzero_experts(gradient: Tensor, stepper: Stepper) -> Tensor:

@@ -58,8 +58,8 @@ def load(optimizer: RecipeOptimizer, given: dict[str, Any]) -> None:
     optimizer.seed = int(mine["seed"])
     for stepper in optimizer._steppers.values():
         stepper.seed = optimizer.seed
-    if mine.get("attached", False):
-        for hidden in optimizer._hidden.values():
+    for hidden in optimizer._hidden.values():
+        if hidden.active or mine.get("attached", False):
             hidden.resumed()
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
