@@ -132,6 +132,13 @@ def _skip(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     return [batch(1)]
 
 
+def _ask_twice(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+    model(**batch(1)).loss.backward()
+    # As Lightning does when it clips under mixed precision, before GradScaler.step asks once more.
+    assert [optimizer._step_supports_amp_scaling for _ in range(2)] == [False, False]
+    return [batch(1)]
+
+
 def _pad(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     short, padded = batch(1, 6), batch(1, 6)
     for key, fill in (("input_ids", 0), ("labels", -100)):
@@ -141,7 +148,7 @@ def _pad(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     return [short]
 
 
-@pytest.mark.parametrize("what", [_accumulate, _evaluate, _throw_away, _clear_between, _skip, _pad])
+@pytest.mark.parametrize("what", [_accumulate, _evaluate, _throw_away, _clear_between, _skip, _ask_twice, _pad])
 def test_counts_are_those_of_the_step(what: Any) -> None:
     model = net()
     optimizer = make_optimizer(model, "sinkgd+token_gate(1)")

@@ -28,7 +28,12 @@ class RoutingCounts:
         self._asked = 0
 
     def step_may_come(self) -> None:
-        """A GradScaler is about to step, or to skip the step without a word; forget what it skipped before."""
+        """A GradScaler is about to step, or to skip the step without a word; forget what it skipped before.
+
+        Asked again without a forward in between (Lightning asks when it clips), it is still the same step.
+        """
+        if self._asked == len(self._watch.micro_steps):
+            return
         self._watch.micro_steps = self._watch.micro_steps[self._asked :]
         self._asked = len(self._watch.micro_steps)
 
