@@ -231,6 +231,9 @@ def test_groups_by_hand() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"lr": 1e40}, r"lr is 1e\+40; allowed: \[0.0, 1e\+30\]"),
+        ({"lr": torch.tensor(0.1)}, r"lr is tensor\(0.1000\); allowed"),
+        ({"seed": "7"}, r"seed is '7'; allowed: whole numbers of at least 0"),
         ({"lr": -0.1}, r"lr is -0.1; allowed: \[0.0, inf\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; allowed"),
         ({"eps": 0.0}, r"eps is 0.0; allowed: \(0.0, inf\)"),
@@ -245,6 +248,19 @@ def test_refused_arguments(change: dict[str, Any], message: str) -> None:
         make_optimizer(Model(), "adamw", **change)
 
 
+@pytest.mark.parametrize("lr", [-1e-3, float("nan"), float("inf"), 1e40, None])
+def test_a_rate_that_went_wrong_later_steps_nothing(lr: Any) -> None:
+    model = Model()
+    optimizer = make_optimizer(model, "adamw")
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.param_groups[-1]["lr"] = lr
+    with pytest.raises(GradreelError, match=r"lr of group \w+ is .*; allowed"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_refused_parameters() -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         RecipeOptimizer([], "adamw")
@@ -252,8 +268,12 @@ def test_refused_parameters() -> None:
         RecipeOptimizer([{"params": [nn.Parameter(torch.zeros(2))], "role": "boss"}], "adamw")
     with pytest.raises(GradreelError, match="param_0 is complex64; allowed"):
         RecipeOptimizer([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "adamw")
-    with pytest.raises(GradreelError, match=r"lr is -1.0; allowed"):
+    with pytest.raises(GradreelError, match=r"lr of group other is -1.0; allowed"):
         RecipeOptimizer([{"params": [nn.Parameter(torch.zeros(2))], "lr": -1.0}], "adamw")
+    with pytest.raises(GradreelError, match=r"lr of group other is 'fast'; allowed"):
+        RecipeOptimizer([{"params": [nn.Parameter(torch.zeros(2))], "lr": "fast"}], "adamw")
+    with pytest.raises(GradreelError, match=r"make_optimizer got int; allowed: a torch.nn.Module"):
+        make_optimizer(5, "mesh")  # type: ignore[arg-type]
     with pytest.raises(GradreelError, match="no parameter that requires a gradient"):
         make_optimizer(nn.ReLU(), "adamw")
     words = nn.Embedding(5, 3, sparse=True)

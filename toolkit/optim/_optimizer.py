@@ -16,7 +16,7 @@ from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve
 from toolkit.optim._routing import RoutingCounts
 from toolkit.optim._shards import Shard
 from toolkit.recipes import Recipe, Stepper
-from toolkit.recipes._checks import not_negative, one_of
+from toolkit.recipes._checks import one_of, rate, whole
 from toolkit.variants import recipe as named
 from traces.errors import GradreelError
 
@@ -62,9 +62,9 @@ class RecipeOptimizer(torch.optim.Optimizer):
         if isinstance(recipe, str) and lr is not None:
             options["lr"] = lr
         self.recipe = named(recipe, **options)
-        base = float(self.recipe.lr if lr is None else lr)
-        not_negative("lr", base)
-        self.seed, self.maximize, self.hidden_momentum = int(seed), bool(maximize), hidden_momentum
+        base = rate("lr", self.recipe.lr if lr is None else lr)
+        whole("seed", seed, low=0)
+        self.seed, self.maximize, self.hidden_momentum = seed, bool(maximize), hidden_momentum
         self._steppers: dict[nn.Parameter, Stepper] = {}
         self._infos: dict[nn.Parameter, Any] = {}
         self._shards: dict[nn.Parameter, Shard] = {}
@@ -88,7 +88,7 @@ class RecipeOptimizer(torch.optim.Optimizer):
             raise
 
     def _register(self, group: dict[str, Any]) -> None:
-        not_negative("lr", float(group["lr"]))
+        rate(f"lr of group {group['role']}", group["lr"])
         layouts = group["layouts"] or [None] * len(group["params"])
         if len(layouts) != len(group["params"]):
             raise GradreelError(f"group {group['role']}: {len(layouts)} layouts for {len(group['params'])} parameters")
@@ -162,10 +162,11 @@ class RecipeOptimizer(torch.optim.Optimizer):
         if self._averaging is not None:
             self._averaging.check()
         counts = {} if self._routing is None else self._routing.take()
-        for group in self.param_groups:
+        rates = [rate(f"lr of group {group['role']}", group["lr"]) for group in self.param_groups]
+        for group, lr in zip(self.param_groups, rates, strict=True):
             for parameter in group["params"]:
                 layer = self._infos[parameter].layer
-                self._step_one(parameter, float(group["lr"]), None if layer is None else counts.get(layer))
+                self._step_one(parameter, lr, None if layer is None else counts.get(layer))
         self._tell_of_attachment()
         return loss
 
@@ -334,8 +335,13 @@ def make_optimizer(
     overrides the role of named parameters; `options` are switches of the recipe and of `RecipeOptimizer`. Where the
     recipe has a token gate, hooks on the model count the tokens of each expert. Which experts are idle is read off
     this step's own gradient, as a recording does. Errors: GradreelError for a DDP communication hook that does not
-    average, under hidden momentum.
+    average, under hidden momentum, and for a `model` that is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise GradreelError(
+            f"make_optimizer got {type(model).__name__}; allowed: a torch.nn.Module; for parameters or groups call "
+            "RecipeOptimizer"
+        )
     optimizer = RecipeOptimizer(role_groups(model, roles), recipe, lr=lr, **options)
     optimizer.watch(model)
     return optimizer

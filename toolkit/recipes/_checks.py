@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from toolkit.recipes._recipe import interval
 from toolkit.stages._rounding import ROUNDINGS
@@ -10,6 +11,8 @@ from traces.errors import GradreelError
 
 IDLE_POLICIES = ("skip", "decay", "as_zero")
 INFINITY = float("inf")
+#: A larger rate only overflows float32.
+MOST_LR = 1e30
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -35,6 +38,16 @@ def positive(name: str, value: float) -> None:
 def not_negative(name: str, value: float) -> None:
     """A number in [0, inf)."""
     interval(name, value, 0.0, INFINITY, open_high=True)
+
+
+def rate(name: str, value: Any) -> float:
+    """A learning rate of a group as a float: a number, or the 0-d tensor some schedulers leave, in [0, MOST_LR]."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise GradreelError(f"{name} is {value!r}; allowed: a number in [0.0, {MOST_LR:g}]") from None
+    interval(name, number, 0.0, MOST_LR)
+    return number
 
 
 def whole(name: str, value: int, low: int = 1) -> None:
