@@ -190,3 +190,15 @@ def test_blocks_of_experts_change_nothing(name: str, monkeypatch: pytest.MonkeyP
     for index, (weight, updates) in enumerate(results[2:]):
         torch.testing.assert_close(updates, results[index % 2][1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(weight, results[index % 2][0], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mesh", "muon", "skewadam", "mesh_full_state(experts=adam)"])
+def test_a_stack_without_experts_steps(name: str) -> None:
+    """A rank may hold none of them."""
+    info = ParamInfo(
+        "p", "routed_expert", (0, 4, 5), dtype="bfloat16", expert_axis=0, num_experts=0, matrix_axes=(1, 2)
+    )
+    empty = torch.zeros(0, 4, 5, dtype=torch.bfloat16)
+    update = Stepper(recipe(name), info).step(empty, empty.clone(), lr=0.1, presence=[], want_update=True)
+    assert update is not None
+    assert (tuple(update.shape), update.dtype) == ((0, 4, 5), torch.float32)

@@ -144,6 +144,8 @@ class Stepper:
         if gradient is None:
             return None
         self._check(weight, gradient)
+        if not gradient.numel():  # a rank that holds no expert, for instance
+            return torch.zeros_like(gradient, dtype=compute_dtype(self.info)) if want_update else None
         w, x = self.layout.canonical(weight), self.layout.canonical(gradient).to(compute_dtype(self.info))
         touched, busy = presence_masks(presence, self.layout.experts, self.info.name)
         chosen = self._choose(touched, busy)
