@@ -26,8 +26,9 @@ class Shard:
             raise GradreelError(f"{info.name}: placement {parameter.placements}; allowed: Shard and Replicate")
         chain = recipe.chain_for(info)
         alone = is_elementwise(chain)
-        by_expert = axes <= {info.expert_axis} and not any(couples_experts(stage) for stage in chain)
-        self.gathered = bool(axes) and not (by_expert or (alone and axes <= {0}))
+        # Elements and experts are counted along axis 0; shards of another expert axis are gathered.
+        by_expert = info.expert_axis == 0 and axes <= {0} and not any(couples_experts(stage) for stage in chain)
+        self.gathered = bool(axes) and not (by_expert or (alone and axes <= {0} and info.expert_axis in (None, 0)))
         self.first_element, self.first_expert, self.info = 0, 0, info
         if axes and not self.gathered:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
