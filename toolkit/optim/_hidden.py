@@ -103,6 +103,7 @@ class HiddenMomentum:
 
     def scale_fresh(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply this step's gradient by `factor`, inside the buffer too."""
+        factor = factor.to(gradient.device)
         if gradient is self.fresh:
             self.buffer.add_((gradient * (factor - 1)).to(self.buffer.dtype))
         gradient.mul_(factor)

@@ -265,7 +265,7 @@ class RecipeOptimizer(torch.optim.Optimizer):
         """Multiply what `fresh_gradient` gave by `factor`, in the momentum too; used by `clip_fresh_gradients`."""
         hidden = self._hidden.get(parameter)
         if hidden is None or parameter.grad is not None:
-            gradient.mul_(factor.to(gradient.dtype))
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
         else:
             hidden.scale_fresh(gradient, factor)
 
