@@ -14,7 +14,7 @@ def main(path: str | Path, steps: int = 8) -> list[float]:
     """Train, record into `path`, return the losses."""
     model = small_model()
     optimizer = make_optimizer(model, "mesh", lr=3e-3)
-    optimizer.track_fresh_gradients()  # so that the helper below finds this step's gradient beside the momentum
+    optimizer.track_fresh_gradients()  # so that clipping below finds this step's gradient beside the momentum
     losses = []
     with Recorder(path, model, optimizer, at=RecordAt()) as reel:
         for batch in batches(steps):

@@ -13,7 +13,10 @@ from toolkit.variants._edit import changed, edit_rows
 
 
 def change(recipe: Recipe, min_tokens: int = 1) -> Recipe:
-    """No step for experts with fewer than `min_tokens` tokens; their momentum moves on. Needs recorded routing."""
+    """No update for experts with fewer than `min_tokens` tokens; their momentum and weight decay go on.
+
+    Needs recorded routing.
+    """
     whole("min_tokens", min_tokens)
     gate = stage("token_gate", min_tokens=min_tokens)
 
