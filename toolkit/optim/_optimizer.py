@@ -15,6 +15,7 @@ from toolkit.optim._groups import describe, role_groups
 from toolkit.optim._hidden import MODES, HiddenMomentum, presence_codes, resolve, several_processes
 from toolkit.optim._routing import RoutingCounts
 from toolkit.optim._shards import Shard
+from toolkit.optim._table import assignment_table
 from toolkit.recipes import Recipe, Stepper
 from toolkit.recipes._checks import one_of, rate, whole
 from toolkit.variants import recipe as named
@@ -77,6 +78,11 @@ class RecipeOptimizer(torch.optim.Optimizer):
         # A recorder looks here for what decides the bits of a step.
         super().__init__(params, defaults | {"fused": True} if self.fused else defaults)
 
+    def __repr__(self) -> str:
+        """The assignment of parameters to chains, a line per role and chain; print it before training."""
+        rated = [(self._infos[p], float(g["lr"])) for g in self.param_groups for p in g["params"] if p in self._infos]
+        return assignment_table(self.recipe, rated)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch; besides checks role, layout and dtype of every parameter, before anything is stored."""
         super().add_param_group(param_group)
@@ -84,8 +90,22 @@ class RecipeOptimizer(torch.optim.Optimizer):
         try:
             self._register(group)
         except GradreelError:
-            self.param_groups.pop()
+            for parameter in self.param_groups.pop()["params"]:
+                self._forget(parameter)
             raise
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        # A hook left behind would go on taking gradients into a buffer that nobody steps.
+        if parameter in self._hidden:
+            self._hidden.pop(parameter).close()
+        for known in (self._infos, self._shards, self._steppers, self.state):
+            known.pop(parameter, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise GradreelError(
+            f"{type(self).__name__} cannot be copied or pickled, since hooks tie it to its parameters; build another "
+            "and give it this one's state_dict()"
+        )
 
     def _register(self, group: dict[str, Any]) -> None:
         rate(f"lr of group {group['role']}", group["lr"])
