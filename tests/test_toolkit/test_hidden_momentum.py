@@ -487,3 +487,14 @@ def test_compiled_model() -> None:
 def test_attached_is_refused_where_it_cannot_work() -> None:
     with pytest.raises(GradreelError, match="experts: hidden_momentum is 'attached' with several processes"):
         make(Bank(), hidden_momentum="attached", maximize=True)
+
+
+def test_a_refused_group_leaves_no_hook() -> None:
+    _, optimizer = plain_run(1, hidden_momentum="attached")
+    good, bad = nn.Parameter(torch.ones(3, 4, 5)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(GradreelError, match="complex64"):
+        optimizer.add_param_group({"params": [("good", good), ("bad", bad)], "role": "routed_expert"})
+    good.sum().backward()
+    assert torch.equal(good.grad, torch.ones(3, 4, 5))
+    assert good not in optimizer.state
+    optimizer.zero_grad()

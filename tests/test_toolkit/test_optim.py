@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -233,6 +234,7 @@ def test_groups_by_hand() -> None:
     [
         ({"lr": 1e40}, r"lr is 1e\+40; allowed: \[0.0, 1e\+30\]"),
         ({"lr": torch.tensor(0.1)}, r"lr is tensor\(0.1000\); allowed"),
+        ({"weight_decay": 1e40}, r"weight_decay is 1e\+40; allowed: \[0.0, 1e\+30\]"),
         ({"seed": "7"}, r"seed is '7'; allowed: whole numbers of at least 0"),
         ({"lr": -0.1}, r"lr is -0.1; allowed: \[0.0, inf\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; allowed"),
@@ -320,3 +322,9 @@ def test_grad_scaler_divides_and_skips() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert same(plain, scaled)
+
+
+def test_a_copy_is_refused() -> None:
+    """torch's own copy would lack the recipe and share no hooks."""
+    with pytest.raises(GradreelError, match=r"RecipeOptimizer cannot be copied or pickled.*state_dict"):
+        copy.deepcopy(make_optimizer(Model(), "mesh"))
