@@ -11,8 +11,8 @@ from traces.errors import GradreelError
 
 IDLE_POLICIES = ("skip", "decay", "as_zero")
 INFINITY = float("inf")
-#: A larger rate only overflows float32.
-MOST_LR = 1e30
+#: A larger rate or decay only overflows float32.
+MOST = 1e30
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -41,12 +41,12 @@ def not_negative(name: str, value: float) -> None:
 
 
 def rate(name: str, value: Any) -> float:
-    """A learning rate of a group as a float: a number, or the 0-d tensor some schedulers leave, in [0, MOST_LR]."""
+    """A learning rate of a group as a float: a number, or the 0-d tensor some schedulers leave, in [0, MOST]."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise GradreelError(f"{name} is {value!r}; allowed: a number in [0.0, {MOST_LR:g}]") from None
-    interval(name, number, 0.0, MOST_LR)
+        raise GradreelError(f"{name} is {value!r}; allowed: a number in [0.0, {MOST:g}]") from None
+    interval(name, number, 0.0, MOST)
     return number
 
 
@@ -60,5 +60,6 @@ def common(lr: float, weight_decay: float | None, idle: str, rounding: str | Non
     """What every recipe has."""
     not_negative("lr", lr)
     not_negative("weight_decay", weight_decay)  # type: ignore[arg-type]
+    interval("weight_decay", weight_decay, 0.0, MOST)  # type: ignore[arg-type]
     one_of("idle", idle, IDLE_POLICIES)
     one_of("rounding", rounding, ROUNDINGS)
