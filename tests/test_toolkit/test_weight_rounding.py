@@ -92,16 +92,42 @@ def test_numbers_follow_the_element() -> None:
     start = torch.randn(4, 16, 8).to(torch.bfloat16)
     gradient = torch.randn(4, 16, 8).to(torch.bfloat16)
     info = _info((4, 16, 8), "routed_expert")
-    results = []
-    # Both counts lead to the same serial number of the step, which is the sum over experts.
-    for presence, counts in (([NONZERO] * 4, [2, 2, 2, 2]), ([ZERO, NONZERO, ZERO, NONZERO], [2, 3, 2, 3])):
+    busy = [NONZERO] * 4
+    histories = {
+        "all busy": [busy, busy, busy],
+        "0 and 2 idle first": [[ZERO, NONZERO, ZERO, NONZERO], busy, busy],
+        "0 and 2 idle last": [busy, busy, [ZERO, NONZERO, ZERO, NONZERO]],
+        "0 never": [[ZERO, NONZERO, NONZERO, NONZERO]] * 3,
+    }
+    results = {}
+    for name, history in histories.items():
         stepper, weight = Stepper(recipe("sinkgd"), info), start.clone()
-        stepper.state["step"].copy_(torch.tensor(counts))
-        stepper.step(weight, gradient, lr=1e-2, presence=presence)
-        results.append(weight)
-    assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(results[0][3], results[1][3])
-    assert torch.equal(results[1][0], start[0])
+        for presence in history:
+            stepper.step(weight, gradient, lr=1e-2, presence=presence)
+        results[name] = weight
+    for weight in results.values():
+        assert torch.equal(weight[1], results["all busy"][1])
+        assert torch.equal(weight[3], results["all busy"][3])
+    # Two steps are two steps, whenever they were.
+    assert torch.equal(results["0 and 2 idle first"][2], results["0 and 2 idle last"][2])
+    assert torch.equal(results["0 never"][0], start[0])
+
+
+def test_numbers_follow_the_element_into_a_shard() -> None:
+    # Two ranks hold experts 0, 1 and 2, 3; expert 0 misses a step. Together they are the whole parameter.
+    start = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    gradient = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    history = [[NONZERO] * 4, [ZERO, NONZERO, NONZERO, NONZERO], [NONZERO] * 4]
+
+    def run(first: int, last: int) -> torch.Tensor:
+        stepper = Stepper(recipe("sinkgd"), _info((last - first, 16, 8), "routed_expert"))
+        stepper.first_element = first * 16 * 8
+        weight = start[first:last].clone()
+        for presence in history:
+            stepper.step(weight, gradient[first:last], lr=1e-2, presence=presence[first:last])
+        return weight
+
+    assert torch.equal(torch.cat([run(0, 2), run(2, 4)]), run(0, 4))
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

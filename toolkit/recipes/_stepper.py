@@ -153,8 +153,7 @@ class Stepper:
             return torch.zeros_like(self.layout.restore(x)) if want_update else None
         moving = busy if self.idle == "decay" and self.is_expert else None
         tokens = self._tokens(tokens_per_expert)
-        count, serial = self._advance(chosen)
-        rng = self.rng or CounterRng(self.seed, serial, self.info.name)
+        count = self._advance(chosen)
         full = torch.zeros_like(x) if want_update else None
         for part in self._parts(chosen, x):
             rows = isinstance(part, slice) and not self.layout.expert_stacked
@@ -164,7 +163,7 @@ class Stepper:
                 weight=piece,
                 lr=float(lr) * self.chain.lr_scale,
                 step=take(count, part) if isinstance(count, Tensor) else count,
-                rng=self._random(rng, part, x),
+                rng=self._random(count, part, x),
                 expert_stacked=self.layout.expert_stacked,
                 tokens_per_expert=None if tokens is None else take(tokens, part, self.layout.expert_stacked),
                 gradient_in_buffer=gradient_in_buffer,
@@ -254,8 +253,15 @@ class Stepper:
         for start in range(0, x.shape[0], size):
             yield slice(start, min(start + size, x.shape[0]))
 
-    def _random(self, rng: Any, part: Part, x: Tensor) -> Any:
+    def _random(self, count: int | Tensor, part: Part, x: Tensor) -> Any:
+        # Keyed by the steps each expert itself has taken: whether others were idle, or on this rank, changes nothing.
         size = 0 if part is None else x[:1].numel()
+        if self.rng is None and isinstance(count, Tensor):
+            ids = part.tolist() if isinstance(part, Tensor) else list(range(self.layout.experts))
+            ids = ids[part] if isinstance(part, slice) else ids
+            each = {expert: CounterRng(self.seed, int(count[expert]), self.info.name) for expert in ids}
+            return SlicedRng(each, base=self.first_element, experts=ids, size=x[:1].numel())
+        rng = self.rng or CounterRng(self.seed, int(count), self.info.name)
         if isinstance(part, Tensor):
             return SlicedRng(rng, base=self.first_element, experts=part.tolist(), size=size)
         base = self.first_element + (0 if part is None else part.start * size)
@@ -283,18 +289,18 @@ class Stepper:
         """Whether the parameter belongs to experts, so that the idle policy concerns it."""
         return self.info.expert_axis is not None or self.info.expert is not None
 
-    def _advance(self, chosen: Tensor | None) -> tuple[Any, int]:
-        # Returns (steps taken, the serial number of this step for random numbers: the sum over experts only grows).
+    def _advance(self, chosen: Tensor | None) -> int | Tensor:
+        # Returns the steps taken, this one included: a number, or one per expert [E] where those that step now differ.
         counter = self.state.get(STEP)
         if counter is None:
-            return 0, 0
+            return 0
         if counter.dim() == 0:
             counter += 1
-            return int(counter), int(counter)
+            return int(counter)
         counter += 1 if chosen is None else chosen.to(counter.dtype)
         counts = counter if chosen is None else counter[chosen]
         low, high = int(counts.min()), int(counts.max())
-        return (low if low == high else counter), int(counter.sum())
+        return low if low == high else counter
 
     def _slot_items(self) -> list[tuple[str, Tensor]]:
         return [(key, self.state[key]) for key in self._keys]

@@ -63,10 +63,7 @@ def _limited(update: Tensor, last: Tensor, growth: float) -> Tensor:
 
 def _projection(ctx: Context, size: int, rank: int, refresh: int, like: Tensor) -> Tensor:
     def draw(period: int) -> Tensor:
-        base: Any = ctx.rng
-        while not hasattr(base, "key") and hasattr(base, "rng"):
-            base = base.rng
-        rng = CounterRng(getattr(base, "seed", 0), period, f"{getattr(base, 'key', 0)}/apollo")
+        rng = CounterRng(getattr(ctx.rng, "seed", 0), period, f"{getattr(ctx.rng, 'key', 0)}/apollo")
         count = min(rank, size) * size
         drawn = torch.empty(count, dtype=like.dtype, device=like.device)
         for start in range(0, count, DRAWN_AT_ONCE):
