@@ -27,8 +27,12 @@ class Shard:
         chain = recipe.chain_for(info)
         alone = is_elementwise(chain)
         # Elements and experts are counted along axis 0; shards of another expert axis are gathered.
-        by_expert = info.expert_axis == 0 and axes <= {0} and not any(couples_experts(stage) for stage in chain)
-        self.gathered = bool(axes) and not (by_expert or (alone and axes <= {0} and info.expert_axis in (None, 0)))
+        by_expert = info.expert_axis == 0 and not any(couples_experts(stage) for stage in chain)
+        # Random numbers follow the order of rows and columns: a shard of a transposed matrix is no run of them.
+        last = (len(info.shape) - 2, len(info.shape) - 1)
+        plain = info.matrix_axes is None or tuple(axis % len(info.shape) for axis in info.matrix_axes) == last
+        by_row = alone and plain and info.expert_axis in (None, 0)
+        self.gathered = bool(axes) and not (axes <= {0} and (by_expert or by_row))
         self.first_element, self.first_expert, self.info = 0, 0, info
         if axes and not self.gathered:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
