@@ -46,3 +46,4 @@ def test_edges_that_work(name: str) -> None:
     edges = {"lr": 0.0, "beta": 0.0, "momentum": 0.0, "betas": (0.0, 0.0), "weight_decay": 0.0}
     for switch in fields & set(edges):
         recipe(name, **{switch: edges[switch]})
+    assert recipe(name, lr=0.0).lr == 0.0

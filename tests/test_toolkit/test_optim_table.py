@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
-from ablations.models import MoEConfig, MoELanguageModel
+from ablations.models import MoELanguageModel
+from ablations.presets import PRESETS
 from toolkit.optim import RecipeOptimizer, make_optimizer
 
 
-def small_model() -> nn.Module:
-    return MoELanguageModel(
-        MoEConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=8,
-            max_positions=16,
-            dense_hidden=16,
-            expert_hidden=8,
-            num_experts=4,
-            top_k=2,
-            moe_layers=(1,),
-        )
-    )
+def demo_model() -> nn.Module:
+    return MoELanguageModel(PRESETS.get("demo").model)
 
 
 def test_every_parameter_is_in_exactly_one_line() -> None:
-    model = small_model()
+    model = demo_model()
     title, head, *lines = repr(make_optimizer(model, "mesh", lr=2e-3)).splitlines()
     assert title.startswith("optimizer mesh")
     assert head.split() == ["role", "params", "elements", "lr", "chain"]
@@ -43,6 +29,6 @@ def test_every_parameter_is_in_exactly_one_line() -> None:
 
 
 def test_a_group_of_its_own_shows_its_rate() -> None:
-    weight = nn.Parameter(small_model().embedding.weight.detach().clone())
+    weight = nn.Parameter(demo_model().embedding.weight.detach().clone())
     optimizer = RecipeOptimizer([{"params": [weight], "role": "attention", "lr": 0.5}], "adamw")
-    assert repr(optimizer).splitlines()[2].split()[:4] == ["attention", "1", "512", "0.5"]
+    assert repr(optimizer).splitlines()[2].split()[:4] == ["attention", "1", "32,768", "0.5"]
