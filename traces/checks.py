@@ -78,13 +78,6 @@ def choose_parameters(
     return wanted
 
 
-def choose_probes(infos: Sequence[ParamInfo], parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters whose `.grad` every backward sets, to tell a skipped step from accumulation."""
-    trained = [info for info in infos if parameters[info.name].requires_grad]
-    routers = [parameters[info.name] for info in trained if info.role == "router"]
-    return routers[:4] or [parameters[info.name] for info in trained]
-
-
 def check_gradients(absent: Sequence[str], recorded: Sequence[ParamInfo]) -> None:
     """Refuse a first step in which no recorded expert has a gradient: a trace of nothing helps nobody."""
     experts = [info.name for info in recorded if info.role == "routed_expert"]

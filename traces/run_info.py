@@ -63,6 +63,15 @@ def group_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
     return [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
+def rates_by_name(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """lr of each of `parameters` that an optimizer holds."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {names[id(p)]: group.get("lr") for group in groups for p in group["params"] if id(p) in names}
+
+
 def initial_state(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> list[tuple[str, str, Tensor]]:
