@@ -198,8 +198,7 @@ class Router(nn.Module):
         logits = F.linear(tokens.to(self.weight.dtype), self.weight)
         if self.training and config.router_noise > 0:
             logits = logits + config.router_noise * torch.randn_like(logits)
-        # topk leaves the order of ties open; a stable sort does not.
-        indices = torch.sort(logits.detach(), dim=-1, descending=True, stable=True).indices[:, : config.top_k]
+        indices = _largest(logits.detach(), config.top_k)
         if config.router_weights == "topk_softmax":
             weights = logits.gather(1, indices).softmax(dim=-1)
         else:
@@ -217,7 +216,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
+        self.num_experts, self.padded = config.num_experts, config.expert_compute == "padded"
         dtype, width, size = getattr(torch, config.dtype), config.expert_hidden, config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * width, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, size, width, dtype=dtype))
@@ -227,17 +226,37 @@ class Experts(nn.Module):
         top_k = indices.shape[1]
         expert_of_slot = indices.flatten()  # slot = token * K + rank
         order = torch.argsort(expert_of_slot, stable=True)
-        counts = torch.bincount(expert_of_slot, minlength=self.num_experts).tolist()
+        counts = torch.bincount(expert_of_slot, minlength=self.num_experts)
+        parts = (self._padded if self.padded else self._loop)(tokens[order // top_k], counts, expert_of_slot[order])
+        weighted = parts * weights.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, order // top_k, weighted)
+
+    def _loop(self, slots: Tensor, counts: Tensor, expert_of_slot: Tensor) -> Tensor:
+        """`slots` [T*K, D] sorted by expert, `counts` [E] -> [T*K, D], each passed through its expert."""
         # Unbinding once costs one stack in backward; indexing expert by expert would cost E full-size gradients.
-        per_expert = zip(
-            tokens[order // top_k].split(counts), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
-        )
+        per_expert = zip(slots.split(counts.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         parts = []
         for mine, gate_up, down in per_expert:
             gate, up = F.linear(mine, gate_up).chunk(2, dim=-1)
             parts.append(F.linear(F.silu(gate) * up, down))
-        weighted = torch.cat(parts) * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, order // top_k, weighted)
+        return torch.cat(parts)
+
+    def _padded(self, slots: Tensor, counts: Tensor, expert_of_slot: Tensor) -> Tensor:
+        """As `_loop`, in two batched products over [E, C, D], C the largest count. Padding rows are zero."""
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(slots), device=slots.device) - first[expert_of_slot]
+        padded = slots.new_zeros(self.num_experts, max(1, int(counts.max())), slots.shape[1])
+        padded = padded.index_put((expert_of_slot, place), slots)
+        gate, up = torch.bmm(padded, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        return torch.bmm(F.silu(gate) * up, self.down_proj.transpose(1, 2))[expert_of_slot, place]
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Indices int64 [T, count] of the largest of `logits` [T, E], in order; of equal ones the lowest index first."""
+    if count == 1:
+        return logits.argmax(dim=-1, keepdim=True)
+    # topk leaves the order of ties open; a stable sort does not.
+    return torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def router_losses(logits: Tensor, indices: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:

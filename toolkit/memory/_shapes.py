@@ -6,6 +6,7 @@ what the entry points of the group `gradreel.models` register.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -159,7 +160,12 @@ def _hugging_face(source: Any, values: dict[str, Any]) -> nn.Module:
             config = AutoConfig.for_model(family, **kept)
         except ValueError as error:
             if "nrecognized model" in str(error):
-                raise unknown("family", str(family), [*transformers.CONFIG_MAPPING, *_BUILDERS]) from None
+                known = [*transformers.CONFIG_MAPPING, *_BUILDERS]
+                near = difflib.get_close_matches(str(family), known, n=3)
+                raise GradreelError(
+                    f"unknown family {str(family)[:100]!r} (model_type); transformers {transformers.__version__} knows "
+                    f"{len(known)}, the nearest being {', '.join(near) or 'none'}; give a module or a shape table instead"
+                ) from None
             raise GradreelError(f"config of family {family}: {_first_line(error)}") from None
         except Exception as error:  # transformers validates with errors of its own
             raise GradreelError(f"config of family {family}: {_first_line(error)}") from None
