@@ -15,26 +15,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from traces._store import BLOCK_BYTES as STORE_BYTES
+from traces._store import StorePath, StoreStatus, StoreWriter
 from traces.errors import TraceError
 
 _BLOCK_BYTES = 256 << 10  # hashed, then written while still in cache; 1 MiB blocks took nearly twice the CPU time
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 Stamp = tuple[int, int, int, int]
+Status = os.stat_result | StoreStatus
+Opened = int | StorePath  # a descriptor, or a file of a store, which is asked for ranges
 
 
-def short(path: Path) -> str:
+def short(path: Path | StorePath) -> str:
     """Name `path` in a message: the trace folder and what is inside it, on one line."""
     parts = path.parts[-3:] if path.parent.name.startswith("rank-") else path.parts[-2:]
     return "".join(c if c.isprintable() else "?" for c in "/".join(parts).encode(errors="replace").decode())
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def opened(path: Path) -> Iterator[tuple[Opened, Status]]:
     """Open a regular file for reading and yield its descriptor and status.
 
     A missing file, a link and anything that is not a regular file raise `TraceError`.
     """
+    if isinstance(path, StorePath):
+        yield path, _store_status(path)
+        return
     try:
         descriptor = os.open(path, _READ_FLAGS)
     except FileNotFoundError:
@@ -54,7 +61,16 @@ def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         os.close(descriptor)
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
+def _store_status(path: StorePath) -> StoreStatus:
+    try:
+        return path.status()
+    except FileNotFoundError:
+        raise TraceError(f"{short(path)} is missing; the trace is incomplete, run `gradreel verify` on it") from None
+    except OSError as error:
+        raise TraceError(f"{short(path)} cannot be read: {error.strerror or error}") from None
+
+
+def stamp_of(status: Status) -> Stamp:
     """What identifies a file's content cheaply: device, inode, size, modification time."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -71,12 +87,16 @@ def read_small(path: Path, limit: int) -> bytes:
         return bytes(data)
 
 
-def read_into(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+def read_into(descriptor: Opened, offset: int, target: memoryview, path: Path) -> None:
     """Fill `target` from `offset` of an open file; a short file raises `TraceError`."""
     done = 0
     while done < len(target):
         try:
-            if hasattr(os, "preadv"):
+            if isinstance(descriptor, StorePath):
+                data = descriptor.read_at(offset + done, min(len(target) - done, STORE_BYTES))
+                count = len(data)
+                target[done : done + count] = data
+            elif hasattr(os, "preadv"):
                 count = os.preadv(descriptor, [target[done : done + (1 << 30)]], offset + done)
             else:  # no positioned read: the descriptor is ours alone, so seeking is safe
                 os.lseek(descriptor, offset + done, os.SEEK_SET)
@@ -90,10 +110,10 @@ def read_into(descriptor: int, offset: int, target: memoryview, path: Path) -> N
         done += count
 
 
-def sha256_of(descriptor: int, size: int, path: Path) -> str:
+def sha256_of(descriptor: Opened, size: int, path: Path) -> str:
     """The sha256 of the first `size` bytes of an open file, read block by block."""
     digest = hashlib.sha256()
-    block = memoryview(bytearray(min(size, 1 << 20) or 1))
+    block = memoryview(bytearray(min(size, 1 << 20 if isinstance(descriptor, int) else STORE_BYTES) or 1))
     offset = 0
     while offset < size:
         part = block[: min(len(block), size - offset)]
@@ -150,8 +170,50 @@ class AsideFile:
             os.unlink(self.aside)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write one small file aside, fsync it, rename it, fsync its folder."""
+class StoreFile:
+    """What `AsideFile` is on disk, for a file of a store: sent block by block, there once it is complete."""
+
+    def __init__(self, path: StorePath) -> None:
+        self.path, self.bytes = path, 0
+        self._digest = hashlib.sha256()
+        self._writer: StoreWriter = path.open_writer()
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what was written so far."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> None:
+        """Append a bytes-like object."""
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        for start in range(0, len(view), STORE_BYTES):
+            block = view[start : start + STORE_BYTES]
+            self._digest.update(block)
+            self._writer.write(block)
+        self.bytes += len(view)
+
+    def commit(self) -> None:
+        """Complete the file."""
+        self._writer.close()
+
+    def discard(self) -> None:
+        """Give the unfinished file up; never raises."""
+        self._writer.discard()
+
+
+def new_file(path: Path) -> AsideFile | StoreFile:
+    """A new file at `path`, on disk or in a store: `write`, then `commit` or `discard`."""
+    return StoreFile(path) if isinstance(path, StorePath) else AsideFile(path)
+
+
+def write_file(path: Path, data: bytes, *, new: bool = False) -> None:
+    """Write one small file aside, fsync it, rename it, fsync its folder. In a store: put it whole.
+
+    `new` lets a store refuse to replace a file, with `FileExistsError`; on disk a folder is claimed by making it.
+    """
+    if isinstance(path, StorePath):
+        path.write_bytes(data, new=new)
+        return
     file = AsideFile(path)
     try:
         file.write(data)
@@ -163,7 +225,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
+    """Make renames inside `folder` durable; a store has none."""
+    if isinstance(folder, StorePath):
+        return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # a platform that cannot open folders keeps its own promises about renames
@@ -175,7 +239,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def take_lock(path: Path) -> int | None:
-    """Hold an advisory lock on a file for as long as this process lives; None where the system has none."""
+    """Hold an advisory lock on a file for as long as this process lives; None where the system or store has none."""
+    if isinstance(path, StorePath):
+        return None
     try:
         import fcntl
     except ImportError:
@@ -191,6 +257,8 @@ def take_lock(path: Path) -> int | None:
 
 def is_locked(path: Path) -> bool:
     """Whether a live process holds the lock of `take_lock`; False where that cannot be known."""
+    if isinstance(path, StorePath):
+        return False
     try:
         import fcntl
 

@@ -112,7 +112,7 @@ def routing_frame(ranks: list[RankFolder], last: int, header: Header) -> pl.Lazy
             if file is None or seal.steps[0] > last or not file.entry.rows:
                 continue
             file.check()
-            frame = pl.scan_parquet(file.path, glob=False)
+            frame = pl.scan_parquet(file.place(keep=True), glob=False)
             if seal.steps[-1] > last:
                 frame = frame.filter(pl.col("step") <= last)
             frames.append(frame.with_columns(rank=pl.lit(rank.rank, pl.Int32)) if len(ranks) > 1 else frame)

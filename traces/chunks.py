@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from traces._files import AsideFile, Stamp, opened, read_into, sha256_of, short, stamp_of
+from traces._copies import is_copied, opened_sealed, wrong_hash, wrong_size
+from traces._files import Opened, Stamp, Status, new_file, read_into, sha256_of, short, stamp_of
 from traces._json import Fields, clip, integer, parse_json
 from traces.errors import TraceError
 from traces.schema import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, RawTensor
@@ -79,7 +80,7 @@ def write_chunk(path: Path, tensors: Iterable[tuple[Key, RawTensor]]) -> FileEnt
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_CHUNK_HEADER_BYTES:
         raise TraceError(f"{short(path)}: {len(ordered)} tensors in one step are too many; record fewer parameters")
-    file = AsideFile(path)
+    file = new_file(path)
     try:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
@@ -92,7 +93,7 @@ def write_chunk(path: Path, tensors: Iterable[tuple[Key, RawTensor]]) -> FileEnt
     return FileEntry(path.name, file.bytes, file.sha256)
 
 
-def read_index(descriptor: int, size: int, path: Path) -> dict[Key, Slot]:
+def read_index(descriptor: Opened, size: int, path: Path) -> dict[Key, Slot]:
     """Parse and check the header of an open safetensors file of `size` bytes. Allocates at most the header."""
     where = short(path)
     if size < 8:
@@ -152,6 +153,7 @@ class ChunkFile:
     """One sealed safetensors file, checked against its seal the first time it is touched.
 
     Reading opens the file anew, compares size and times with what was checked, and reads only the bytes asked for.
+    From a store, a file that is to be hashed is read from a copy (`traces._copies`), another one range by range.
     `checked` remembers by file name what was hashed, beyond the life of this object.
     """
 
@@ -178,9 +180,9 @@ class ChunkFile:
         """Where each tensor lies. The first call reads the whole file once to check its hash."""
         with self._lock:
             if self._index is None:
-                with naming_steps(self.path, self.steps), opened(self.path) as (descriptor, status):
+                with naming_steps(self.path, self.steps), self._opened() as (descriptor, status):
                     self._stamp = stamp_of(status)
-                    known = self._checked.get(self.entry.name) == self._stamp
+                    known = self._copied or self._checked.get(self.entry.name) == self._stamp
                     check_entry(descriptor, status.st_size, self.entry, self.path, self.check_hash and not known)
                     self._index = read_index(descriptor, status.st_size, self.path)
                     self._checked[self.entry.name] = self._stamp
@@ -188,6 +190,13 @@ class ChunkFile:
                     if not self.steps[0] <= key[0] <= self.steps[1]:
                         raise TraceError(f"{self.where}: holds a tensor of step {key[0]}, which its seal does not name")
             return self._index
+
+    @property
+    def _copied(self) -> bool:
+        return is_copied(self.path, self.check_hash)
+
+    def _opened(self) -> contextlib.AbstractContextManager[tuple[Opened, Status]]:
+        return opened_sealed(self.path, self.entry, self.check_hash)
 
     def forget(self) -> None:
         """Drop the parsed header."""
@@ -200,8 +209,8 @@ class ChunkFile:
         Along axis 0 only the bytes of those positions are read.
         """
         stored = DTYPES[slot.dtype][1]
-        with opened(self.path) as (descriptor, status):
-            if stamp_of(status) != self._stamp:
+        with naming_steps(self.path, self.steps), self._opened() as (descriptor, status):
+            if not self._copied and stamp_of(status) != self._stamp:
                 raise TraceError(f"{self.where} changed while the trace was open; a sealed file never changes")
             if positions is None or axis != 0:
                 array = np.empty(slot.shape, stored)
@@ -230,19 +239,12 @@ def naming_steps(path: Path, steps: tuple[int, int]) -> Iterator[None]:
         raise TraceError(message if where in message else message.replace(name, where, 1)) from None
 
 
-def check_entry(descriptor: int, size: int, entry: FileEntry, path: Path, check_hash: bool) -> None:
+def check_entry(descriptor: Opened, size: int, entry: FileEntry, path: Path, check_hash: bool) -> None:
     """Compare an open file with what its seal declares."""
-    where = short(path)
     if size != entry.bytes:
-        change = "cut" if size < entry.bytes else "longer than sealed"
-        raise TraceError(
-            f"{where} is {change}: {size} bytes, its seal says {entry.bytes}; restore the file from a copy"
-        )
+        raise wrong_size(short(path), size, entry)
     if check_hash and (digest := sha256_of(descriptor, size, path)) != entry.sha256:
-        raise TraceError(
-            f"{where} is damaged: its sha256 is {digest[:12]}..., its seal says {entry.sha256[:12]}...; "
-            "restore it from a copy"
-        )
+        raise wrong_hash(short(path), digest, entry)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

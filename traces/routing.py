@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces._files import AsideFile, opened, read_into, short
+from traces._copies import COPIES, is_copied, opened_sealed
+from traces._files import Opened, new_file, read_into, short
 from traces._json import clip
 from traces._pages import BadPageError, decoded_bytes
 from traces.chunks import check_entry, naming_steps
@@ -94,7 +95,7 @@ def write_routing(path: Path, rows: Sequence[tuple[int, RoutingRecord]], layers:
         store_schema=False,
         data_page_version="2.0",
     )
-    file = AsideFile(path)
+    file = new_file(path)
     try:
         file.write(memoryview(sink.getvalue()))
         file.commit()
@@ -114,6 +115,7 @@ class RoutingFile:
         self._slots = max((x.top_k for x in layers), default=0)
         self._dtype = id_dtype(max((x.num_experts for x in layers), default=1))
         self._checked = False
+        self._copy: Path | None = None
         self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
 
     @property
@@ -124,11 +126,27 @@ class RoutingFile:
     def check(self) -> None:
         """Check size, hash, schema, row counts and declared sizes; `TraceError` otherwise. Free after that."""
         if not self._checked:
-            with naming_steps(self.path, self.steps), opened(self.path) as (descriptor, status):
-                check_entry(descriptor, status.st_size, self.entry, self.path, True)
+            with naming_steps(self.path, self.steps):
+                self.place()
+            with naming_steps(self.path, self.steps), opened_sealed(self.path, self.entry, True) as found:
+                descriptor, status = found
+                check_entry(descriptor, status.st_size, self.entry, self.path, not is_copied(self.path, True))
                 self._guard(lambda: self._check_metadata(descriptor, status.st_size))
             self._guard(self._check_pages_decode)
             self._checked = True
+
+    def place(self, keep: bool = False) -> Path:
+        """Where parquet readers find the file: itself, or its copy from a store, for as long as this object lives.
+
+        `keep` keeps the copy until the process ends, for frames that outlive this object.
+        """
+        if not is_copied(self.path, True):
+            return self.path
+        if keep:
+            COPIES.hold(self.path, self.entry)
+        if self._copy is None:
+            self._copy = COPIES.hold_for(self, self.path, self.entry)
+        return self._copy
 
     def _check_pages_decode(self) -> None:
         """Decode every row group once, so that what `Trace.routing` hands out cannot fail later."""
@@ -185,11 +203,11 @@ class RoutingFile:
     def _open(self) -> pq.ParquetFile:
         import pyarrow.parquet as pq
 
-        file = pq.ParquetFile(str(self.path), memory_map=False, pre_buffer=False, metadata=self._metadata)
+        file = pq.ParquetFile(str(self.place()), memory_map=False, pre_buffer=False, metadata=self._metadata)
         self._metadata = file.metadata
         return file
 
-    def _check_metadata(self, descriptor: int, size: int) -> None:
+    def _check_metadata(self, descriptor: Opened, size: int) -> None:
         metadata = self._open().metadata
         if metadata.num_rows != self.entry.rows:
             raise TraceError(f"{self.where}: holds {metadata.num_rows} rows, its seal says {self.entry.rows}")
@@ -207,7 +225,7 @@ class RoutingFile:
             for i in range(info.num_columns):
                 self._check_column(descriptor, size, info.column(i), info.num_rows)
 
-    def _check_column(self, descriptor: int, size: int, column: Any, rows: int) -> None:
+    def _check_column(self, descriptor: Opened, size: int, column: Any, rows: int) -> None:
         """What a column and its pages promise to hold must be possible for so many rows."""
         limit = BYTES_PER_ROW * rows + 65536
         start = column.data_page_offset
