@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 from traces._files import Stamp, short
+from traces._store import StoreError, as_place, names_in, there_is
 from traces.chunks import ChunkFile
-from traces.errors import TraceError
+from traces.errors import GradreelError, TraceError
 from traces.routing import RoutingFile
 from traces.schema import Header, read_header
 from traces.seals import (
@@ -48,20 +48,22 @@ class SealSummary:
 
 def find_trace(path: str | Path) -> tuple[Path, Header, str]:
     """Check that `path` is a trace folder and read its header; return the folder, the header and its hash."""
-    folder = Path(path)
     shown = ascii(str(path))
     try:
+        folder = as_place(path)
         if not folder.exists():
             raise TraceError(f"{shown} does not exist; give the path of a trace folder (NAME.trace)")
         if not folder.is_dir():
             raise TraceError(f"{shown} is a file, not a trace; give the path of a trace folder (NAME.trace)")
-        if not os.path.lexists(folder / "header.json"):
+        if not there_is(folder / "header.json"):
             raise TraceError(
                 f"{shown} is no trace: it holds no header.json; give the path of a trace folder (NAME.trace)"
             )
     except (OSError, ValueError) as error:
-        if isinstance(error, TraceError):
+        if isinstance(error, GradreelError):
             raise
+        if isinstance(error, StoreError):
+            raise TraceError(f"{str(folder)!r} cannot be reached: {error.strerror}") from None
         raise TraceError(f"{shown} cannot be opened: {error}") from None
     header, digest = read_header(folder / "header.json")
     return folder, header, digest
@@ -69,7 +71,7 @@ def find_trace(path: str | Path) -> tuple[Path, Header, str]:
 
 def rank_folders(folder: Path, ranks: int) -> list[Path]:
     """The folders of all ranks, in order; a missing, surplus or linked one raises `TraceError`."""
-    found = sorted(name for name in os.listdir(folder) if RANK_FOLDER.fullmatch(name))
+    found = [name for name in names_in(folder) if RANK_FOLDER.fullmatch(name)]
     wanted = [f"rank-{rank:05d}" for rank in range(ranks)]
     for name in wanted:
         if name not in found:
@@ -100,7 +102,7 @@ class RankFolder:
         self.folder, self.rank, self.header = folder, rank, header
         self._check_hash = check_hash
         self.tables = SchemaTables.of(header)
-        if not any(os.path.lexists(folder / name) for name in ("header.json", "seal-000000.json")):
+        if not any(there_is(folder / name) for name in ("header.json", "seal-000000.json")):
             raise TraceError(
                 f"{short(folder)} holds nothing yet: its writer has just begun, or was killed before its first seal; "
                 "wait, or remove the trace"
@@ -205,10 +207,10 @@ class RankFolder:
     def _load(self, tolerant: bool) -> None:
         end_path = self.folder / "end.json"
         try:  # the end is looked for first: a trace that is ended in between shows as unfinished, never as broken
-            self.end = read_end(end_path, self.rank) if os.path.lexists(end_path) else None
+            self.end = read_end(end_path, self.rank) if there_is(end_path) else None
         except TraceError as error:
             self._problem("end.json", error, tolerant)
-        present = sorted(int(m[1]) for name in os.listdir(self.folder) if (m := SEAL_NAME.fullmatch(name)))
+        present = sorted(int(m[1]) for name in names_in(self.folder) if (m := SEAL_NAME.fullmatch(name)))
         count = self.end.seals if self.end is not None else present[-1] + 1 if present else 0
         number = 0
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from traces._files import is_locked, short, sync_folder, write_file
 from traces._json import dump_signed
 from traces._rank import RankFolder, find_trace, rank_folders
+from traces._store import StorePath
 from traces.errors import TraceError
 from traces.seals import DATA_NAME, SEAL_NAME, End, end_to_json
 from traces.verify import Finding, verify_trace
@@ -41,6 +42,11 @@ def recover(path: str | Path) -> Recovery:
     files is reported in `findings`, not repaired.
     """
     folder, header, digest = find_trace(path)
+    if isinstance(folder, StorePath):
+        raise TraceError(
+            f"{str(folder)!r} lies in a store, where nobody can tell whether it is still being written; its sealed "
+            "steps are readable as they are, or copy it to this machine and recover the copy"
+        )
     folders = rank_folders(folder, header.ranks)
     for rank_folder in folders:
         if is_locked(rank_folder / "header.json"):

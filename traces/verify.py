@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from traces._files import short
 from traces._json import clip
 from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
+from traces._store import as_place, names_in, there_is
 from traces.chunks import ChunkFile, Key, Slot
 from traces.errors import TraceError
 from traces.schema import Header
@@ -43,17 +43,17 @@ def verify_trace(path: str | Path, progress: Callable[[int], None] | None = None
     Every bit of every file is covered. `progress` is called with the bytes of each file that was checked. `TraceError`
     only where `path` is no trace at all.
     """
-    folder = Path(path)
+    folder = as_place(path)
     try:
         folder, header, digest = find_trace(path)
         ranks = rank_folders(folder, header.ranks)
     except TraceError as error:
-        if not os.path.lexists(folder / "header.json"):
+        if not there_is(folder / "header.json"):
             raise
         return [Finding("header.json" if "header.json" in str(error) else folder.name, None, str(error))]
     found = [
         Finding(name, None, f"{short(folder / name)} does not belong to the trace", "note")
-        for name in sorted(os.listdir(folder))
+        for name in names_in(folder)
         if name != "header.json" and not RANK_FOLDER.fullmatch(name)
     ]
     for number, rank_folder in enumerate(ranks):
@@ -90,7 +90,7 @@ def _rank_findings(rank: RankFolder, header: Header, progress: Callable[[int], N
         yield Finding(f"{name}/end.json", None, message, "note")
     known = {"header.json", "end.json", "unsealed", *(f"seal-{s.number:06d}.json" for s in rank.seals)}
     known |= {entry.name for seal in rank.seals for entry in seal.files} | {file for file, _ in rank.problems}
-    for file in sorted(set(os.listdir(rank.folder)) - known):
+    for file in sorted(set(names_in(rank.folder)) - known):
         yield Finding(
             f"{name}/{file}", None, f"{short(rank.folder / file)} is named by no seal; it is not read", "note"
         )

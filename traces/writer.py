@@ -16,6 +16,7 @@ import numpy as np
 
 from traces._files import short, sync_folder, take_lock, write_file
 from traces._json import MAX_NAME, clip, dump_signed, encode_value, text
+from traces._store import StorePath, as_place, names_in
 from traces.chunks import MAX_TENSORS_PER_CHUNK, Key, check_tensor, raw_from_array, write_chunk
 from traces.errors import TraceError
 from traces.routing import check_routing, write_routing
@@ -59,7 +60,7 @@ class TraceWriter:
             )
         if not 0 <= rank < header.ranks:
             raise TraceError(f"rank {rank} of {header.ranks}: ranks count from 0")
-        self.path = Path(path)
+        self.path = as_place(path)
         self.header, self.rank = header, rank
         self.bytes_written = 0
         self.sealed_steps = 0
@@ -69,14 +70,14 @@ class TraceWriter:
         self._tables = SchemaTables.of(header)
         self._buffer: list[StepRecord] = []
         self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
-        self._last_step = -1
+        self._last_step, self._doubtful = -1, False
         self._seals, self._previous = 0, NO_HASH
         raw, digest = dump_signed(header_to_json(header))
         self._folder = _claim(self.path, rank, header.ranks)
         if rank == 0:
-            self._write(self.path / "header.json", raw)
+            self._write(self.path / "header.json", raw, new=True)
         raw, self._header_hash = dump_signed(rank_to_json(rank, header.ranks, digest if rank == 0 else None))
-        self._write(self._folder / "header.json", raw)
+        self._write(self._folder / "header.json", raw, new=True)
         self._lock = take_lock(self._folder / "header.json")
 
     def append(self, record: StepRecord) -> None:
@@ -145,7 +146,9 @@ class TraceWriter:
             steps=tuple(self._seal_step(s) for s in steps),
         )
         raw, digest = dump_signed(seal_to_json(seal))
+        self._doubtful = isinstance(self._folder, StorePath)  # a put may succeed although the answer is lost
         self._write(self._folder / f"seal-{number:06d}.json", raw)
+        self._doubtful = False
         self.bytes_written += sum(f.bytes for f in files)
         self.sealed_steps += len(steps)
         self._seals, self._previous = number + 1, digest
@@ -163,6 +166,8 @@ class TraceWriter:
             self.lost_steps += len(self._buffer)
             self._drop_buffer()
         self.flush()
+        if self._doubtful:
+            (self._folder / f"seal-{self._seals:06d}.json").unlink()
         end = End(self._seals, self._previous, self.lost_steps, recovered=False)
         self._write(self._folder / "end.json", dump_signed(end_to_json(self.rank, end))[0])
         self.closed = True
@@ -180,8 +185,13 @@ class TraceWriter:
         self._buffer = []
         self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
 
-    def _write(self, path: Path, raw: bytes) -> None:
-        write_file(path, raw)
+    def _write(self, path: Path, raw: bytes, *, new: bool = False) -> None:
+        try:
+            write_file(path, raw, new=new)
+        except FileExistsError:  # another run claimed the place in the same moment
+            raise TraceError(
+                f"{str(self.path)!r} already holds a trace; choose another path or remove it first"
+            ) from None
         self.bytes_written += len(raw)
 
     def _write_routing(self, number: int, ordered: list[tuple[int, RoutingRecord]]) -> Iterator[FileEntry]:
@@ -287,7 +297,7 @@ def _claim(path: Path, rank: int, ranks: int) -> Path:
     folder = path / f"rank-{rank:05d}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = sorted(entry.name for entry in path.iterdir())
+        taken = names_in(path)
     except (FileExistsError, NotADirectoryError):
         raise TraceError(f"{str(path)!r} is not a folder; a trace is a folder, choose another path") from None
     if (rank == 0 and "header.json" in taken) or folder.name in taken:
@@ -297,7 +307,8 @@ def _claim(path: Path, rank: int, ranks: int) -> Path:
         if not (name == "header.json" or name == ".header.json.tmp" or (match and int(match[1]) < ranks)):
             raise TraceError(f"{str(path)!r} is not empty (it holds {clip(name)}); a trace needs a folder of its own")
     try:
-        folder.mkdir()
+        if not isinstance(path, StorePath):  # a store has no folders; headers are put only where there are none
+            folder.mkdir()
     except FileExistsError:
         raise TraceError(f"{str(path)!r} already holds a trace; choose another path or remove it first") from None
     sync_folder(path)
