@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from traces._store import as_place
 from traces.backward_watch import BackwardWatch
 from traces.checks import check_arguments, check_gradients, check_types, choose_parameters
 from traces.errors import GradreelError
@@ -73,7 +74,7 @@ class Recorder:
     ) -> None:
         check_types(path, model, at, roles)
         self.at = at if at is not None else RecordAt()
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else as_place(path)
         self.on_step, self.strict = on_step, strict
         self.step = self.recorded_steps = 0
         self._notices = Notices(notify, self.path, strict)
