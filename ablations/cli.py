@@ -85,7 +85,9 @@ def demo(
 
 
 def record(
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="The new trace folder.", show_default=False)],
+    path: Annotated[
+        str, typer.Argument(metavar="OUT", help="The new trace: a folder, or a URL as s3://...", show_default=False)
+    ],
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- python SCRIPT [ARGS]]", help="Your own training script.", show_default=False),
@@ -105,6 +107,7 @@ def record(
     budget: Annotated[str, typer.Option(help="Where recording ends; training goes on.")] = "10GiB",
 ) -> None:
     """Record a training run: your own script, unchanged, or one of the presets."""
+    from traces._store import as_place
     from traces.cli_record import record_at, record_script
     from traces.errors import GradreelError
 
@@ -125,7 +128,7 @@ def record(
 
     chosen = PRESETS.get(str(preset))
     record_preset(chosen if steps is None else chosen.shortened(steps), path, at)
-    print(f"Trace: {path}")
+    print(f"Trace: {as_place(path)}")
 
 
 def _bench_recorder(**options: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from traces._store import StorePath, as_place
 from traces.console import CheckFailed, example, out, say
 from traces.errors import GradreelError, unknown
 
@@ -42,7 +43,10 @@ DEFAULT_METRICS = (
 #: Metrics whose plots need a row per expert.
 _PER_EXPERT = ("expert_load", "tokens_per_expert")
 
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace folder.", show_default=False)]
+TraceArgument = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help="The trace: a folder, or a URL.", show_default=False, parser=as_place),
+]
 RecipeOption = Annotated[
     list[str] | None,
     typer.Option("--recipe", "-r", metavar="NAME", help="A recipe such as mesh+sign_only; repeat for several."),
@@ -178,7 +182,12 @@ def compare(
 def report(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FRAME", help="The parquet file of a replay, or a trace.", show_default=False),
+        typer.Argument(
+            metavar="FRAME",
+            help="The parquet file of a replay, or a trace.",
+            show_default=False,
+            parser=as_place,
+        ),
     ],
     out_file: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="HTML file; default: FRAME's name with .html.")
@@ -201,6 +210,8 @@ def report(
         options: dict[str, Any] = {"gaps": gaps, "per_expert": _per_expert(None, chosen), "out": file}
         run_replay(opened, list(recipe or DEFAULT_RECIPES), chosen, **options)
         say(f"replayed into {file}")
+    elif isinstance(source, StorePath):
+        raise GradreelError(f"{str(source)!r} is no trace; a frame is read from this machine, copy it here")
     elif recipe or gaps:
         raise GradreelError(f"{str(source)!r} is a frame, which is replayed already; --recipe and --gaps need a trace")
     frame, provenance = read_frame(file), read_provenance(file)

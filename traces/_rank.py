@@ -232,6 +232,23 @@ class RankFolder:
             problem = TraceError(f"{short(end_path)} names another last seal than the one that is there")
             self._problem("end.json", problem, tolerant)
 
+    def refresh(self) -> bool:
+        """Take the seals, and the end, that were written since; whether there was anything new.
+
+        What was sealed before is not read again. A seal that does not follow raises `TraceError`.
+        """
+        if self.end is not None:
+            return False
+        end_path, before = self.folder / "end.json", len(self.seals)
+        end = read_end(end_path, self.rank) if there_is(end_path) else None  # the end first, as in `_load`
+        while (end is None or len(self.seals) < end.seals) and there_is(self._seal_path(len(self.seals))):
+            self._take(len(self.seals))
+        self._seal_of.update({step: seal for seal in self.seals[before:] for step in seal.steps})
+        if end is not None and (len(self.seals), self.last_hash) != (end.seals, end.last_seal):
+            raise TraceError(f"{short(end_path)} names {end.seals} seals, of which {len(self.seals)} are there")
+        self.end = end
+        return end is not None or len(self.seals) > before
+
     def _problem(self, file: str, error: TraceError, tolerant: bool) -> None:
         if not tolerant:
             raise error

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from traces._store import StorePath, as_place
 from traces.errors import GradreelError
 
 if TYPE_CHECKING:
@@ -74,11 +75,10 @@ def _exit_code(code: int, out: str | Path) -> int:
     """A script's exit code as a shell gives it: 128 + n where signal n killed it, which is said."""
     if code >= 0:
         return code
+    place = as_place(out)
+    advice = f"readable at {place}" if isinstance(place, StorePath) else f"kept, run: gradreel recover {place}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    print(
-        f"gradreel: the script was ended by {name}; what was sealed is kept, run: gradreel recover {out}",
-        file=sys.stderr,
-    )
+    print(f"gradreel: the script was ended by {name}; what was sealed is {advice}", file=sys.stderr)
     return 128 - code
 
 
@@ -110,7 +110,7 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str], list[str]]:
 class _Starter:
     """A process-wide forward hook that starts a `Recorder` at the first training forward of a model with experts."""
 
-    def __init__(self, out: Path, at: RecordAt | None) -> None:
+    def __init__(self, out: str, at: RecordAt | None) -> None:
         self.out, self.at = out, at
         self.recorder: Recorder | None = None
         self._without: set[int] = set()
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
 
 
-def _parse(words: list[str]) -> tuple[Path, RecordAt | None, list[str]]:
+def _parse(words: list[str]) -> tuple[str, RecordAt | None, list[str]]:
     from traces.record_at import RecordAt
 
     usage = "usage: python -m traces.bootstrap OUT [--at JSON] -- script.py [arguments]"
@@ -188,10 +188,10 @@ def _parse(words: list[str]) -> tuple[Path, RecordAt | None, list[str]]:
         own = own[:1]
     if len(own) != 1 or not target:
         raise GradreelError(usage)
-    out = Path(own[0])
+    out = as_place(own[0])
     if out.is_file() or (out.is_dir() and any(out.iterdir())):  # told before the script has worked for hours
         raise GradreelError(f"{str(out)!r} already holds a trace or other files; choose another path or remove it")
-    return out, at, split_command(["python", *target])[2]
+    return own[0], at, split_command(["python", *target])[2]
 
 
 def _on_ending(number: int, frame: Any) -> None:
