@@ -9,11 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.memory import plan_memory
     from toolkit.replay import compare, replay
     from toolkit.variants import recipe
 
-_PLACES = {"compare": "toolkit.replay", "recipe": "toolkit.variants", "replay": "toolkit.replay"}
-__all__ = ["compare", "recipe", "replay"]
+_PLACES = {
+    "compare": "toolkit.replay",
+    "plan_memory": "toolkit.memory",
+    "recipe": "toolkit.variants",
+    "replay": "toolkit.replay",
+}
+__all__ = ["compare", "plan_memory", "recipe", "replay"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Models that many people know, by name, for plans: one JSON file each in the folder `known/`.
 
 A file holds `summary`, `parameters` (the public count, as its source rounds it), `source`, and `config`: what a Hugging
-Face config class takes, or the fields of `MoEConfig` under the model type "gradreel". Importing this module registers
+Face config class takes, or the fields of `MoEConfig` under the model type "gradreel" (with `expert_weights`: "list" gives
+each expert matrices of its own). Importing this module registers
 the names with the memory planner.
 """
 
@@ -64,7 +65,10 @@ def _build(values: dict[str, Any]) -> Any:
     from ablations.models.moe import MoELanguageModel
 
     allowed = {f.name for f in fields(MoEConfig)}
-    given = {key: value for key, value in values.items() if key != "model_type"}
+    given = {key: value for key, value in values.items() if key not in ("model_type", "expert_weights")}
+    weights = values.get("expert_weights", "stacked")
+    if weights not in ("stacked", "list"):
+        raise GradreelError(f"expert_weights is {weights!r}; allowed: stacked, list")
     wrong = next((key for key in given if key not in allowed), None)
     if wrong is not None:
         raise unknown("MoEConfig field", wrong, allowed)
@@ -72,7 +76,12 @@ def _build(values: dict[str, Any]) -> Any:
         config = MoEConfig(**{**given, "moe_layers": tuple(given.get("moe_layers", ()))})
     except TypeError as error:
         raise GradreelError(f"config of model_type {MODEL_TYPE}: {error}") from None
-    return MoELanguageModel(config)
+    model = MoELanguageModel(config)
+    if weights == "list":
+        from ablations.models.expert_list import list_experts
+
+        return list_experts(model)
+    return model
 
 
 register_models(KNOWN.names, _config)

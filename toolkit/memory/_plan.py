@@ -1,11 +1,27 @@
-"""A memory plan: every byte of a training step on the fullest GPU, by category and role, from shapes alone."""
+"""A memory plan: every byte of a training step on the fullest GPU, by category and role, from shapes alone.
+
+Three phases are compared, in each of which weights, state, pinned gradients, counters and master weights lie there:
+
+1. backward begins: all activations, the loss's workspace, and gradients where earlier micro-steps left some;
+2. backward ends: all gradients, where they are added up the largest gradient a second time (what autograd makes before
+   it accumulates), what checkpointing recomputes of one block, and under FSDP two gathered blocks of weights and one of
+   gradients;
+3. the optimizer steps: all gradients, the step's temporaries, and the logits where the loop still holds them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.memory._activations import Activations, activations
+from toolkit.memory._ranks import Held, check_degrees, held_by_rank, stages_of
 from toolkit.memory._settings import Parallel, Precision, Run
+from toolkit.memory._shapes import ITEMSIZE, Architecture, architecture
+from toolkit.recipes import Recipe
+from traces.errors import GradreelError
+from traces.views import ROLES, ParamInfo
 
 if TYPE_CHECKING:
     import polars as pl
@@ -23,37 +39,39 @@ CATEGORIES = {
     "step_temporary_bytes": "temporaries at the peak of one optimizer step",
     "workspace_bytes": "short-lived buffers of forward and backward: loss, recomputation, gathered weights",
 }
-#: Categories that live at the same time in each phase of a training step.
-PHASES = {
-    "forward and backward": ("activation_bytes", "workspace_bytes"),
-    "step": ("step_temporary_bytes",),
-}
+#: Categories that lie there in every phase.
+FIXED = ("weight_bytes", "state_bytes", "pinned_gradient_bytes", "step_counter_bytes", "master_weight_bytes")
+PHASES = ("backward begins", "backward ends", "optimizer step")
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What one recipe needs on the fullest GPU of a run.
 
-    `rows` maps (category, role or None) to bytes; `peak_bytes` is the largest phase, `peak_phase` its name.
-    `host_bytes`: what an offloaded optimizer keeps on the host instead. `assumptions`: one line each.
+    `rows` maps (category, role or None) to bytes; `phases` maps each phase to its total, of which `peak_bytes` is the
+    largest. `host_bytes`: what an offloaded optimizer keeps on the host instead. `notes`: one line each on what was
+    assumed.
     """
 
     model: str
     recipe: str
     parameters: int
     rows: dict[tuple[str, str | None], int]
-    peak_bytes: int
-    peak_phase: str
+    phases: dict[str, int]
     precision: Precision
     parallel: Parallel
     run: Run
     host_bytes: int = 0
-    assumptions: tuple[str, ...] = ()
-    extras: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def bytes_of(self, category: str, role: str | None = None) -> int:
         """Bytes of a category, of one role or of all."""
         return sum(b for (c, r), b in self.rows.items() if c == category and role in (None, r))
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that hold anything, in the order of `traces.views.ROLES`."""
+        return [role for role in ROLES if any(r == role for _, r in self.rows)]
 
     @property
     def state_bytes(self) -> int:
@@ -66,27 +84,271 @@ class MemoryPlan:
         return self.bytes_of("pinned_gradient_bytes")
 
     @property
+    def peak_phase(self) -> str:
+        """The phase in which the peak lies."""
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak, without what the CUDA context and the allocator add."""
+        return self.phases[self.peak_phase]
+
+    @property
     def frame(self) -> pl.DataFrame:
-        """The plan as a Frame: a row per category and role, `peak_bytes` and `parameters` as rows of the whole run."""
-        raise NotImplementedError
+        """The plan as a Frame: a row per category and role; `peak_bytes`, `host_bytes` and `parameters` once."""
+        from toolkit.frame import FrameWriter
+
+        constants = {"run": self.model, "recipe": self.recipe, "unit": "B"}
+        with FrameWriter(constants=constants) as writer:
+            writer.write(
+                {"role": role, "metric": category, "value": float(count)}
+                for (category, role), count in self.rows.items()
+            )
+            whole = {"peak_bytes": self.peak_bytes, "host_bytes": self.host_bytes}
+            writer.write({"metric": metric, "value": float(count)} for metric, count in whole.items())
+            writer.write([{"metric": "parameters", "value": float(self.parameters), "unit": "1"}])
+            return writer.close().collect()
 
     def fits(self, gib: float) -> bool:
         """Whether the peak is at most `gib` x 2^30 bytes."""
         return self.peak_bytes <= gib * GIB
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "model": self.model,
+            "recipe": self.recipe,
+            "parameters": self.parameters,
+            "bytes": {category: self.bytes_of(category) for category in CATEGORIES},
+            "bytes_by_role": [{"category": c, "role": r, "bytes": b} for (c, r), b in self.rows.items()],
+            "phases": dict(self.phases),
+            "peak_phase": self.peak_phase,
+            "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
+            **{part: _plain(getattr(self, part)) for part in ("precision", "parallel", "run")},
+            "notes": list(self.notes),
+        }
+
     def lines(self) -> list[str]:
         """The plan as plain text: one line per category, in bytes, GiB and GB."""
-        raise NotImplementedError
+        shown = [(name.removesuffix("_bytes").replace("_", " "), self.bytes_of(name)) for name in CATEGORIES]
+        shown += [(f"phase: {phase}", count) for phase, count in self.phases.items()]
+        return [f"{name:<24} {count:>22,} B {count / GIB:>10.3f} GiB {count / GB:>10.3f} GB" for name, count in shown]
 
 
 def plan_memory(
     source: Any,
-    recipe: Any,
+    recipe: str | Recipe,
     *,
     precision: Precision | None = None,
     parallel: Parallel | None = None,
     run: Run | None = None,
     **settings: Any,
 ) -> MemoryPlan:
-    """Plan. `settings` are fields of Precision, Parallel or Run, for calls without those objects."""
-    raise NotImplementedError
+    """What training `source` with `recipe` needs on the fullest GPU, without allocating anything.
+
+    `source`: a module (meta or real), a Hugging Face config (object, dict or path of a config.json), a trace, a list of
+    ParamInfo, or a registered name such as "skewadam-6.78b". `settings` are fields of Precision, Parallel and Run
+    (`weights="bfloat16"`, `fsdp=8`, `batch=4`, `checkpointing="full"`). State is exact; activations follow the closed
+    form of `_activations.py`. Errors: GradreelError for an unknown source, recipe or setting and for degrees that
+    contradict each other or the model.
+    """
+    from toolkit.variants import recipe as find_recipe
+
+    parts: dict[str, Any] = {
+        "precision": precision or Precision(),
+        "parallel": parallel or Parallel(),
+        "run": run or Run(),
+    }
+    for name, value in settings.items():
+        part = next((p for p, holder in parts.items() if name in {f.name for f in fields(holder)}), None)
+        if part is None:
+            allowed = sorted(f.name for holder in parts.values() for f in fields(holder))
+            raise GradreelError(f"plan_memory has no setting {name!r}; allowed: {', '.join(allowed)}")
+        parts[part] = replace(parts[part], **{name: value})
+    return Planner(architecture(source)).plan(recipe if isinstance(recipe, Recipe) else find_recipe(recipe), **parts)
+
+
+class Planner:
+    """Plans of one model; what many plans share is computed once, so that a search over layouts is quick."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self.arch = arch
+        self._held: dict[Any, list[list[Held]]] = {}
+        self._bytes: dict[Any, dict[str, int]] = {}
+
+    def plan(self, recipe: Recipe, *, precision: Precision, parallel: Parallel, run: Run) -> MemoryPlan:
+        """The plan of the fullest pipeline stage."""
+        arch = self.arch.with_dtype(precision.weights)
+        check_degrees(arch, parallel)
+        stages = stages_of(arch, parallel.pipeline)
+        plans = []
+        for index, params in enumerate(stages):
+            held = self._held_by(recipe, precision, parallel, index, params, arch)
+            kept = activations(
+                arch,
+                params,
+                run,
+                tensor=parallel.tensor,
+                in_flight=min(run.micro_steps, parallel.pipeline - index),
+                last_stage=index == len(stages) - 1,
+            )
+            plans.append(self._stage(arch, recipe, held, kept, precision, parallel, run))
+        fullest = max(range(len(plans)), key=lambda i: plans[i].peak_bytes)
+        notes = list(plans[fullest].notes)
+        if len(plans) > 1:
+            notes.append(f"the fullest of {len(plans)} pipeline stages is number {fullest}")
+        return replace(plans[fullest], notes=tuple(notes))
+
+    def _held_by(
+        self,
+        recipe: Recipe,
+        precision: Precision,
+        parallel: Parallel,
+        index: int,
+        params: list[ParamInfo],
+        arch: Architecture,
+    ) -> list[Held]:
+        key = (id(recipe), precision.weights, parallel, index)
+        if key not in self._held:
+            self._held[key] = [held_by_rank(params, recipe, parallel, arch.config, arch.frozen)]
+        return self._held[key][0]
+
+    def _stage(
+        self,
+        arch: Architecture,
+        recipe: Recipe,
+        held: list[Held],
+        kept: Activations,
+        precision: Precision,
+        parallel: Parallel,
+        run: Run,
+    ) -> MemoryPlan:
+        rows: dict[tuple[str, str | None], int] = {("weight_bytes", "other"): arch.buffer_bytes}
+        attached = run.hidden_momentum == "attached" and parallel.world == 1 and precision.accumulation is None
+        largest_gradient = hidden = 0
+
+        def add(category: str, role: str | None, count: int) -> None:
+            if count:
+                rows[category, role] = rows.get((category, role), 0) + count
+
+        for each in held:
+            info, n = each.stepped, each.count
+            size = ITEMSIZE.get(info.dtype, 4)
+            add("weight_bytes", info.role, n * each.stored * size)
+            if each.frozen:
+                continue
+            fresh = ITEMSIZE[precision.gradients or info.dtype]
+            largest_gradient = max(largest_gradient, each.unsharded * fresh)
+            if attached and _is_hidden(recipe, info):
+                hidden += n
+            else:
+                summed = ITEMSIZE[precision.accumulation] if precision.accumulation else fresh
+                add("gradient_bytes", info.role, n * each.stored * summed)
+            if precision.master is not None:
+                add("master_weight_bytes", info.role, n * each.stored * ITEMSIZE[precision.master])
+            for category, count in self._state(recipe, info, precision.master).items():
+                add(category, info.role, n * count)
+        on_host = 0
+        moved = ("state_bytes", "master_weight_bytes", "step_counter_bytes")
+        staged = 0
+        if run.offload:
+            on_host = sum(count for (category, _), count in rows.items() if category in moved)
+            rows = {key: count for key, count in rows.items() if key[0] not in moved}
+            staged = max((self._one_staged(recipe, each, precision) for each in held if not each.frozen), default=0)
+        add("activation_bytes", None, kept.kept)
+        add("step_temporary_bytes", None, self._temporaries(recipe, held, precision, run) + staged)
+        fixed = sum(count for (category, _), count in rows.items() if category in FIXED)
+        gradients = sum(count for (category, _), count in rows.items() if category == "gradient_bytes")
+        gathered = _gathered_by_fsdp(held, precision, parallel)
+        summed_up = run.micro_steps > 1 or precision.accumulation is not None or hidden
+        backward = largest_gradient * bool(summed_up) + kept.recomputed + gathered
+        earlier = gradients if run.micro_steps > 1 or precision.accumulation else 0
+        phases = {
+            PHASES[0]: fixed + earlier + kept.kept + kept.loss + gathered,
+            PHASES[1]: fixed + gradients + backward,
+            PHASES[2]: fixed + gradients + rows.get(("step_temporary_bytes", None), 0) + kept.logits * run.keep_logits,
+        }
+        add("workspace_bytes", None, max(kept.loss + gathered, backward))
+        return MemoryPlan(
+            self.arch.name,
+            recipe.name,
+            self.arch.parameters,
+            rows,
+            phases,
+            precision,
+            parallel,
+            run,
+            on_host,
+            _notes(recipe, held, hidden, run, parallel),
+        )
+
+    def _state(self, recipe: Recipe, info: ParamInfo, master: str | None) -> dict[str, int]:
+        key = (id(recipe), info.role, info.shape, info.dtype, info.expert_axis, info.matrix_axes, master)
+        if key not in self._bytes:
+            from toolkit.memory._account import KINDS, account
+
+            (row,) = account(recipe, [info if master is None else replace(info, dtype=master)])
+            self._bytes[key] = {kind: row[kind] for kind in KINDS}
+        return self._bytes[key]
+
+    def _one_staged(self, recipe: Recipe, each: Held, precision: Precision) -> int:
+        found = self._state(recipe, each.stepped, precision.master)["state_bytes"]
+        return found + (each.stored * ITEMSIZE[precision.master] if precision.master else 0)
+
+    def _temporaries(self, recipe: Recipe, held: list[Held], precision: Precision, run: Run) -> int:
+        params = [replace(h.stepped, dtype=precision.master or h.stepped.dtype) for h in held if not h.frozen]
+        if not params:
+            return 0
+        try:
+            from toolkit.memory._step_peak import step_peak
+
+            peak = step_peak(recipe, params, original=run.step == "original").bytes
+        except ImportError:
+            largest = max(p.numel for p in params if p.expert_axis is None)
+            peak = int(recipe.temporaries[run.step] * 4 * largest)
+        whole = max((h.stepped.numel * 2 * ITEMSIZE[h.stepped.dtype] for h in held if h.gathered), default=0)
+        return peak + whole
+
+
+def _is_hidden(recipe: Recipe, info: ParamInfo) -> bool:
+    """Whether `toolkit.optim` may let backward add this parameter's gradient onto its momentum."""
+    chain = recipe.chain_for(info)
+    return chain.stages[0].name == "hidden_ema" and any(slot.home == "grad_buffer" for _, slot in chain.slots())
+
+
+def _gathered_by_fsdp(held: Iterable[Held], precision: Precision, parallel: Parallel) -> int:
+    """Two blocks of gathered weights (one is fetched ahead) and one block of gradients before they are scattered."""
+    if parallel.fsdp == 1:
+        return 0
+    weights: dict[int | None, int] = {}
+    gradients: dict[int | None, int] = {}
+    for each in held:
+        if each.unsharded == each.stored:
+            continue
+        size, n = ITEMSIZE.get(each.stepped.dtype, 4), each.count * each.unsharded
+        weights[each.layer] = weights.get(each.layer, 0) + n * size
+        gradients[each.layer] = gradients.get(each.layer, 0) + n * ITEMSIZE[precision.gradients or each.stepped.dtype]
+    return 2 * max(weights.values(), default=0) + max(gradients.values(), default=0)
+
+
+def _notes(recipe: Recipe, held: list[Held], hidden: int, run: Run, parallel: Parallel) -> tuple[str, ...]:
+    notes = []
+    if hidden:
+        notes.append(
+            f"the gradients of {hidden} routed-expert parameters are added onto their momentum (pinned), so they "
+            "are no line of their own"
+        )
+    whole = sum(each.count for each in held if each.gathered)
+    if whole:
+        notes.append(
+            f"{whole} parameters need whole matrices in {recipe.name}: FSDP gathers them to step, and their state "
+            "is on every rank"
+        )
+    if parallel.expert > 1 or run.micro_steps > 1:
+        notes.append("loads of experts are taken as balanced")
+    return tuple(notes)
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in fields(settings)}
