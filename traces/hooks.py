@@ -6,28 +6,43 @@ away in evaluation, in generation and in the recomputation of activation checkpo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from traces.errors import GradreelError
-from traces.layouts import Capture, MoELayer, read_experts_call, read_router_output, topk_lowest_first
+from traces.executed_ids import Capture, read_experts_call, read_router_output, topk_lowest_first
+from traces.layouts import MoELayer
 
 
 class MicroStep:
     """One training forward: captures by layer, attention mask, tokens seen by the first MoE layer.
 
-    `reached` turns True when a backward pass goes through this forward; `linked` says that this can be known.
+    `decoder_mask` is the mask of the decoder's layers where the model has an encoder too. `reached` turns True when a
+    backward pass goes through this forward; `linked` says that this can be known.
     """
 
-    __slots__ = ("by_experts", "by_router", "linked", "mask", "reached", "rows_by_expert", "tokens")
+    __slots__ = (
+        "added",
+        "by_experts",
+        "by_router",
+        "decoder_mask",
+        "linked",
+        "mask",
+        "reached",
+        "rows_by_expert",
+        "tokens",
+    )
 
-    def __init__(self, mask: Tensor | None) -> None:
-        self.mask = mask
+    def __init__(self, mask: Tensor | None, decoder_mask: Tensor | None = None) -> None:
+        self.mask, self.decoder_mask = mask, decoder_mask
         self.tokens = 0
+        self.added: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, see micro_norms.py
         self.linked = self.reached = False
         self.by_experts: dict[int, Capture] = {}
         self.by_router: dict[int, Capture] = {}
@@ -41,6 +56,8 @@ class MicroStep:
         """Replace every tensor by what `copy` makes of it."""
         if self.mask is not None:
             self.mask = copy(self.mask)
+        if self.decoder_mask is not None:
+            self.decoder_mask = copy(self.decoder_mask)
         for capture in (*self.by_experts.values(), *self.by_router.values()):
             for name in ("topk_expert_ids", "scores", "logits"):
                 tensor = getattr(capture, name)
@@ -53,6 +70,10 @@ class MicroStep:
         if routed is None or seen is None:
             return seen or routed
         return Capture(seen.topk_expert_ids, seen.scores, routed.logits)
+
+    def mask_of(self, layer: MoELayer) -> Tensor | None:
+        """Which of the layer's tokens are real (True); None where all are."""
+        return self.decoder_mask if layer.in_decoder else self.mask
 
 
 class ForwardWatch:
@@ -74,10 +95,14 @@ class ForwardWatch:
         self.micro_steps: list[MicroStep] = []
         self.next_mask: Tensor | None = None
         self._begin = begin
-        self._active = False
+        self._active = self._aside = False
+        self._autocast: list[tuple[str, torch.dtype]] = []  # device type and dtype, of the last training forward
         self._handles: list[Any] = []
         self._router_handles: dict[int, Any] = {}
-        self._mask_position = _position_of_mask(self.root)
+        arguments = _arguments_of(self.root)
+        self._mask_position = arguments.index("attention_mask") if "attention_mask" in arguments else None
+        for layer in self.layers:  # an encoder's mask says nothing about a decoder's tokens
+            layer.in_decoder = "decoder_attention_mask" in arguments and "decoder" in layer.experts_name.split(".")
 
     def install(self) -> None:
         """Add the hooks. They work under `torch.compile` if the model was not called before."""
@@ -92,16 +117,16 @@ class ForwardWatch:
                 if type(module) not in (nn.ModuleList, nn.ModuleDict):
                     add(module.register_forward_pre_hook(hook, with_kwargs=True))
                     break
-            if layer.router is not None:
-                handle = layer.router.register_forward_hook(
+            read_at = layer.read_at or layer.router
+            if read_at is not None:
+                handle = read_at.register_forward_hook(
                     torch.compiler.disable(self._router_hook(layer, first)), with_kwargs=True
                 )
                 self._router_handles[layer.layer] = handle
             if layer.is_list:
-                for container in layer.containers.values():
-                    for index, expert in enumerate(container.children()):
-                        counter = torch.compiler.disable(self._row_hook(layer, index))
-                        add(expert.register_forward_pre_hook(counter, with_kwargs=True))
+                for index, expert in enumerate(layer.experts.children()):
+                    counter = torch.compiler.disable(self._row_hook(layer, index))
+                    add(expert.register_forward_pre_hook(counter, with_kwargs=True))
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -115,7 +140,7 @@ class ForwardWatch:
             return
         for layer in self.layers:
             seen = all(layer.layer in micro.by_experts for micro in micro_steps)
-            if seen and (layer.layout is None or layer.layout.read is None) and layer.layer in self._router_handles:
+            if seen and layer.read is None and layer.layer in self._router_handles:
                 self._router_handles.pop(layer.layer).remove()
 
     def begin_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,18 +153,46 @@ class ForwardWatch:
         taken, self.micro_steps = self.micro_steps[:count], self.micro_steps[len(self.micro_steps[:count]) :]
         return [micro for micro in taken if micro.reached or not micro.linked]
 
+    @contextlib.contextmanager
+    def aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[MicroStep]:
+        """Within it, a forward of the model with these arguments is captured in the micro-step given, and only there.
+
+        One micro-step of its own takes the place of the training's, whose counts and masks are left as they are.
+        """
+        kept = (self.micro_steps, self.capturing, self._active, self.frozen, self.next_mask)
+        self.next_mask = None
+        micro = MicroStep(self._mask_of(args, kwargs), _as_mask(kwargs.get("decoder_attention_mask")))
+        self.micro_steps, self.capturing, self._active, self.frozen, self._aside = [micro], True, True, False, True
+        try:
+            yield micro
+        finally:
+            self.micro_steps, self.capturing, self._active, self.frozen, self.next_mask = kept
+            self._aside = False
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The autocast of the last training forward."""
+        with contextlib.ExitStack() as stack:
+            for device_type, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+            yield
+
     # hooks
 
     def _before_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._aside:
+            return
         self.root_seen = True
         self._active = module.training and torch.is_grad_enabled() and not self.frozen and not _recomputing()
         if not self._active:
             return
+        types = [t for t in ("cpu", "cuda") if torch.is_autocast_enabled(t)]
+        self._autocast = [(t, torch.get_autocast_dtype(t)) for t in types]
         self._begin()
-        self.micro_steps.append(MicroStep(self._mask_of(args, kwargs)))
+        self.micro_steps.append(MicroStep(self._mask_of(args, kwargs), _as_mask(kwargs.get("decoder_attention_mask"))))
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not _recomputing():
+        if not _recomputing() and not self._aside:
             self._active = False
 
     def _experts_hook(self, layer: MoELayer, first: bool) -> Callable[..., None]:
@@ -151,7 +204,7 @@ class ForwardWatch:
             micro = self._open_micro_step(module, number, at_router=False)
             if micro is None:
                 return
-            capture = read_experts_call(args, kwargs)
+            capture = read_experts_call(args, kwargs, layer.num_experts)
             if capture is None or capture.topk_expert_ids is None:
                 return
             if first:
@@ -163,7 +216,7 @@ class ForwardWatch:
 
     def _router_hook(self, layer: MoELayer, first: bool) -> Callable[..., None]:
         number, dtype, keep_scores = layer.layer, _narrow(layer.num_experts), self.keep_scores
-        read = layer.layout.read if layer.layout else None
+        read = layer.read
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not (first or self.capturing):
@@ -238,8 +291,7 @@ class ForwardWatch:
             mask = kwargs.get("attention_mask")
         if mask is None and self._mask_position is not None and len(args) > self._mask_position:
             mask = args[self._mask_position]
-        # Only [B, S] says which tokens are padding; a mask of pairs of positions does not.
-        return mask.detach().ne(0) if isinstance(mask, Tensor) and mask.ndim <= 2 else None
+        return _as_mask(mask)
 
 
 def check_micro_steps(watch: ForwardWatch, micro_steps: Sequence[MicroStep]) -> None:
@@ -276,20 +328,38 @@ def _check_layer(layer: MoELayer, micro: MicroStep) -> None:
             f"module {layer.experts_name!r}: expert ids from {low} to {high} in {top_k} slots do not fit "
             f"{layer.num_experts} experts; declare them, layout=Layout(experts=..., num_experts=..., read=...)"
         )
-    if micro.mask is not None and micro.mask.numel() != tokens:
+    mask = micro.mask_of(layer)
+    if mask is not None and mask.numel() != tokens:
         raise GradreelError(
-            f"module {layer.experts_name!r}: routed {tokens} tokens, the attention mask has {tuple(micro.mask.shape)}; "
+            f"module {layer.experts_name!r}: routed {tokens} tokens, the attention mask has {tuple(mask.shape)}; "
             "call reel.mask(mask) before each forward, with one entry per routed token in their order"
         )
-    rows = micro.rows_by_expert.get(layer.layer)
-    if capture.extra.get("rebuilt") and rows is not None:
-        counts = torch.bincount(ids.reshape(-1).long(), minlength=layer.num_experts).tolist()
-        given = [rows.get(index, 0) for index in range(layer.num_experts)]
-        if given != counts:
-            raise GradreelError(
-                f"module {layer.experts_name!r}: top {top_k} of the router's logits gives {counts} tokens per expert, "
-                f"the experts were given {given}; declare how ids are read, layout=Layout(experts=..., read=...)"
-            )
+    chosen, given = given_rows(layer, micro)
+    if chosen != given:
+        raise GradreelError(
+            f"module {layer.experts_name!r}: the router chose {chosen} tokens per expert, the experts were given "
+            f"{given}; declare how executed ids are read, layout=Layout(experts=..., router=..., read=...)"
+        )
+
+
+def given_rows(layer: MoELayer, micro: MicroStep) -> tuple[list[int], list[int]]:
+    """Tokens per expert by the ids that were read at the router, and by what each module of a list was called with.
+
+    Both empty where there is nothing to compare: stacked experts, ids read where the experts are called, a declared
+    `read`, and a list whose every expert runs on every token.
+    """
+    rows, routed = micro.rows_by_expert.get(layer.layer), micro.by_router.get(layer.layer)
+    if rows is None or routed is None or routed.topk_expert_ids is None:
+        return [], []
+    if layer.layer in micro.by_experts or layer.read is not None:
+        return [], []
+    ids = routed.topk_expert_ids.cpu().numpy().reshape(-1)
+    with_weights = layer.num_experts - layer.zero_experts
+    chosen = np.bincount(ids[(ids >= 0) & (ids < layer.num_experts)], minlength=layer.num_experts).tolist()
+    given = [rows.get(index, 0) for index in range(layer.num_experts)]
+    if not routed.extra.get("rebuilt") and set(given[:with_weights]) == {len(routed.topk_expert_ids)}:
+        return [], []
+    return chosen[:with_weights], given[:with_weights]
 
 
 def _kept(capture: Capture, dtype: torch.dtype, keep_scores: bool) -> Capture:
@@ -321,8 +391,13 @@ def _innermost(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _position_of_mask(module: nn.Module) -> int | None:
+def _arguments_of(module: nn.Module) -> list[str]:
     try:
-        return list(inspect.signature(module.forward).parameters).index("attention_mask")
+        return list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
-        return None
+        return []
+
+
+def _as_mask(mask: Any) -> Tensor | None:
+    """Only [B, S] says which tokens are padding; a mask of pairs of positions does not."""
+    return mask.detach().ne(0) if isinstance(mask, Tensor) and mask.ndim <= 2 else None

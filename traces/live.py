@@ -30,6 +30,10 @@ def live_views(
     for name, gradient in gradients.items():
         info = infos[name]
         routing = routings.get(info.layer) if info.layer is not None and info.role == "routed_expert" else None
+        counts = None if routing is None else routing.tokens_per_expert
+        if gradient is not None and gradient.shape != info.shape and gradient.numel() == info.numel:
+            gradient = gradient.reshape(info.shape)  # fused experts [E * F, H] as [E, F, H]
+        weight = parameters[name].detach()
         views.append(
             StepView(
                 job.step,
@@ -37,9 +41,9 @@ def live_views(
                 layer=info.layer,
                 gradient=gradient,
                 presence=_presence(info, gradient),
-                weight=parameters[name].detach(),
+                weight=weight.view(info.shape) if weight.numel() == info.numel else weight,
                 lr=plain_scalar(rates.get(name)),
-                tokens_per_expert=routing.tokens_per_expert if routing is not None else None,
+                tokens_per_expert=counts if counts is None else counts[: info.num_experts],
                 routing=None,
                 scalars=scalars,
             )

@@ -24,8 +24,14 @@ class Notices:
             self._told.add(kind)
             self.tell(message)
 
-    def tell_misfits(self, steps: Sequence[int]) -> None:
-        """Steps whose attention mask has another number of tokens than was routed."""
+    def tell_misfits(self, steps: Sequence[int], misrouted: Sequence[int]) -> None:
+        """Steps whose attention mask has another number of tokens than was routed, or whose ids were not executed."""
+        if misrouted:
+            self.tell(
+                f"in {len(misrouted)} steps, first in step {misrouted[0]}, listed experts were given other tokens than "
+                "their router chose; the routing of those layers is left out there; declare how executed ids are "
+                "read, layout=Layout(experts=..., router=..., read=...)"
+            )
         if steps:
             self.tell(
                 f"the attention mask did not fit the routed tokens in {len(steps)} steps, first in step {steps[0]}; "

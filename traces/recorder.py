@@ -190,7 +190,7 @@ class Recorder:
             self._backward.remove()
             if self._sink is not None:
                 self._sink.close(self._notices.tell)
-                self._notices.tell_misfits(self._assembler.misfits)
+                self._notices.tell_misfits(self._assembler.misfits, self._assembler.misrouted)
         if kind is not None:
             return  # the user's own exception matters more than what the recording has to say
         if self.step == 0:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from traces.hooks import MicroStep
+from traces.hooks import MicroStep, given_rows
 from traces.layouts import MoELayer
 from traces.record_at import RecordAt
 from traces.schema import RawTensor, RoutingRecord, StepRecord
@@ -26,7 +26,8 @@ class Job:
     """One step on its way to the writer. `tensors` are (stream, parameter, host buffer); `absent` had no gradient.
 
     `found_inf` above 0 marks the step skipped; `closing` is the last snapshot; each of `ready` waits for a transfer.
-    `scalars` may hold tensors.
+    `scalars` may hold tensors. `small` are (stream, parameter, host tensor) computed on the device; `chosen` the ids of
+    the recorded experts by (layer, E), where stacks were cut to them already; `probe` the forward of the probe batch.
     """
 
     step: int
@@ -34,6 +35,9 @@ class Job:
     scalars: dict[str, Any]
     tensors: list[tuple[str, str, Tensor]] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    small: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    chosen: dict[Place, Tensor] = field(default_factory=dict)
+    probe: MicroStep | None = None
     micro_steps: list[MicroStep] = field(default_factory=list)
     found_inf: Tensor | None = None
     skipped: bool = False
@@ -51,9 +55,10 @@ class Assembler:
         self, infos: Mapping[str, ParamInfo], layers: Sequence[MoELayer], pool: BufferPool, at: RecordAt
     ) -> None:
         self._infos, self._layers, self._pool, self._at = infos, list(layers), pool, at
-        self._chosen: dict[tuple[int | None, int], np.ndarray | None] = {}  # the sample of the first step stays
         self._sizes = {layer.layer: layer.num_experts for layer in layers}
+        self._small = SmallStreams(infos, layers)
         self.misfits: list[int] = []  # steps whose attention mask has another number of tokens than was routed
+        self.misrouted: list[int] = []  # steps in which listed experts were given other tokens than the ids say
 
     def record(self, job: Job) -> StepRecord:
         """The step as the writer takes it. Buffers go back to the pool when the writer lets go of them."""
@@ -61,10 +66,14 @@ class Assembler:
             wait()
         skipped = job.skipped or (job.found_inf is not None and float(job.found_inf) > 0)
         record = StepRecord(job.step, recorded=job.recorded and not skipped, skipped=skipped)
-        raws = [(stream, name, self._pool.lend(buffer)) for stream, name, buffer in job.tensors]
+        shapes = [described_shape(buffer, self._infos[name]) for _, name, buffer in job.tensors]
+        raws = [
+            (stream, name, self._pool.lend(buffer, shape))
+            for (stream, name, buffer), shape in zip(job.tensors, shapes, strict=True)
+        ]
         job.tensors = []
         record.scalars = {key: plain_scalar(value) for key, value in job.scalars.items()}
-        record.scalars["tokens"] = count_tokens(job.micro_steps)
+        record.scalars["tokens"] = count_tokens(job.micro_steps, self._layers)
         if skipped:
             return record
         for stream, name, raw in raws:
@@ -77,6 +86,16 @@ class Assembler:
         record.routing = routing_records(job.micro_steps, self._layers)
         if any(not fits(micro, self._layers) for micro in job.micro_steps):
             self.misfits.append(job.step)
+        wrong = {
+            layer.layer
+            for micro in job.micro_steps
+            for layer in self._layers
+            for chosen, given in [given_rows(layer, micro)]
+            if chosen != given
+        }
+        if wrong:  # rather no ids than ids that were not executed
+            record.routing = [routing for routing in record.routing if routing.layer not in wrong]
+            self.misrouted.append(job.step)
         if self._at.experts != "all" and record.recorded:
             self._thin(record)
         return record
@@ -122,24 +141,32 @@ class Assembler:
         return self._chosen[key]
 
 
+def described_shape(tensor: Tensor, info: ParamInfo) -> tuple[int, ...]:
+    """Fused experts [E * F, H] are kept as [E, F, H]; any other tensor as it is."""
+    fused = tensor.ndim == 2 and len(info.shape) == 3 and tensor.numel() == info.numel
+    return info.shape if fused else tuple(tensor.shape)
+
+
 def fits(micro: MicroStep, layers: Iterable[MoELayer]) -> bool:
     """Whether the attention mask, where there is one, has an entry per routed token."""
-    if micro.mask is None:
-        return True
-    captures = [micro.capture(layer) for layer in layers]
-    ids = [c.topk_expert_ids for c in captures if c is not None and c.topk_expert_ids is not None]
-    return all(len(each) == micro.mask.numel() for each in ids)
+    for layer in layers:
+        mask, capture = micro.mask_of(layer), micro.capture(layer)
+        if mask is None or capture is None or capture.topk_expert_ids is None:
+            continue
+        if len(capture.topk_expert_ids) != mask.numel():
+            return False
+    return True
 
 
 def routing_records(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> list[RoutingRecord]:
     """Executed ids of every layer and micro-step; ids of no local expert become -1."""
     records = []
     for index, micro in enumerate(micro_steps):
-        is_pad = _is_pad(micro.mask)
         for layer in layers:
             capture = micro.capture(layer)
             if capture is None or capture.topk_expert_ids is None:
                 continue
+            is_pad = _is_pad(micro.mask_of(layer))
             ids = capture.topk_expert_ids.cpu().numpy()
             ids = np.where((ids < 0) | (ids >= layer.num_experts), ids.dtype.type(-1), ids)
             pad = is_pad if is_pad is not None and len(is_pad) == len(ids) else np.zeros(len(ids), np.bool_)
@@ -178,9 +205,10 @@ def routing_step(step: int, routing: Sequence[RoutingRecord], layer: MoELayer) -
     )
 
 
-def count_tokens(micro_steps: Iterable[MicroStep]) -> int | None:
-    """Tokens of a step that are not padding; None where no forward was seen."""
-    counts = [micro.tokens if micro.mask is None else int(micro.mask.sum()) for micro in micro_steps]
+def count_tokens(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> int | None:
+    """Tokens of a step that are not padding, at the first MoE layer; None where no forward was seen."""
+    masks = [(micro, micro.mask_of(layers[0])) for micro in micro_steps]
+    counts = [micro.tokens if mask is None else int(mask.sum()) for micro, mask in masks]
     return sum(counts) if counts else None
 
 

@@ -15,16 +15,8 @@ from typing import Any
 from torch import nn
 
 from traces.errors import GradreelError, unknown
-from traces.layouts import (
-    ROUTER_CLASS,
-    SHARED_NAMES,
-    MoELayer,
-    below,
-    block_number,
-    find_moe_layers,
-    named_modules,
-    strip_wrappers,
-)
+from traces.layouts import MoELayer, find_moe_layers
+from traces.module_names import ROUTER_CLASS, below, block_number, is_shared, named_modules, strip_wrappers
 from traces.views import ROLES, ParamInfo
 
 _BIAS = re.compile(r"(e_score_correction_bias|score_correction_bias|correction_bias|expert_bias(es)?|routing_bias)$")
@@ -42,7 +34,7 @@ _ATTENTION = {
     "conv",
     "mixer",
 }
-_DENSE = {"mlp", "ffn", "feed_forward", "fc", "wi", "wo"}
+_DENSE = {"mlp", "mlps", "ffn", "feed_forward", "fc", "wi", "wo"}
 _HEAD = {"lm_head", "output_layer", "embed_out", "output", "head", "unembed"}
 _INPUT_SIDE = re.compile(r"(gate|up|w1|w3|v1|fc1|wi|in_proj|input)")
 _OUTPUT_SIDE = re.compile(r"(down|w2|fc2|wo|out_proj|output)")
@@ -62,7 +54,8 @@ def describe_params(
 ) -> list[ParamInfo]:
     """Describe every parameter: role, layer, expert axis and matrix axes, in the order of `named_parameters()`.
 
-    `matrix_axes` are (row, column) axes with rows = output features, whichever way the weight is stored.
+    `matrix_axes` are (row, column) axes with rows = output features, whichever way the weight is stored. The `shape` of
+    fused experts [E * F, H] is that of their view [E, F, H].
     """
     rules = _Rules(model, overrides, layout)
     roles = rules.roles()
@@ -120,23 +113,29 @@ class _Rules:
         parameter = self.parameters[name]
         layer = self._layer_of(name)
         moe = self._container_of(name)
+        shape, strides = tuple(parameter.shape), tuple(parameter.stride())
         expert_axis = num_experts = expert = None
         if moe is not None and role == "routed_expert":
             if moe[0].is_list:
                 expert = self._index_in_list(name, moe[1], moe[0])
-            elif parameter.ndim and parameter.shape[0] == moe[0].num_experts:
-                expert_axis, num_experts = 0, moe[0].num_experts
+            else:
+                own = moe[0].num_experts - moe[0].zero_experts
+                if moe[0].fused and parameter.ndim == 2 and shape[0] % own == 0:
+                    rows = shape[0] // own
+                    shape, strides = (own, rows, shape[1]), (rows * strides[0], *strides)
+                if shape and shape[0] in (own, moe[0].num_experts):
+                    expert_axis, num_experts = 0, shape[0]
         return ParamInfo(
             name=name,
             role=role,
-            shape=tuple(parameter.shape),
+            shape=shape,
             dtype=str(parameter.dtype).removeprefix("torch."),
             layer=layer,
             expert=expert,
             expert_axis=expert_axis,
             num_experts=num_experts,
-            matrix_axes=self._matrix_axes(name, expert_axis, moe[0] if moe else None),
-            strides=tuple(parameter.stride()),
+            matrix_axes=self._matrix_axes(name, len(shape), expert_axis, moe[0] if moe else None),
+            strides=strides,
         )
 
     def _role(self, name: str) -> str:
@@ -149,7 +148,7 @@ class _Rules:
             return "embedding"
         if id(parameter) in self.heads:
             return "head"
-        if set(SHARED_NAMES).intersection(parts):
+        if is_shared(name):
             return "shared_expert"
         if _BIAS.search(name):
             return "router_bias"
@@ -206,23 +205,26 @@ class _Rules:
         child = name[len(container) + 1 :].split(".")[0]
         return [key for key, _ in layer.containers[container].named_children()].index(child)
 
-    def _matrix_axes(self, name: str, expert_axis: int | None, layer: MoELayer | None) -> tuple[int, int] | None:
-        parameter, owner = self.parameters[name], self.owners[name]
+    def _matrix_axes(
+        self, name: str, ndim: int, expert_axis: int | None, layer: MoELayer | None
+    ) -> tuple[int, int] | None:
+        owner = self.owners[name]
         if expert_axis is not None:
-            if parameter.ndim < 3:
+            if ndim < 3:
                 return None
-            last = parameter.ndim - 1
             assert layer is not None
-            return (last, last - 1) if self._is_transposed(name, layer) else (last - 1, last)
-        if parameter.ndim < 2:
+            return (ndim - 1, ndim - 2) if self._is_transposed(name, layer) else (ndim - 2, ndim - 1)
+        if ndim < 2:
             return None
         if type(owner).__name__ == "Conv1D":  # GPT-2's linear layer keeps [in, out]
             return (1, 0)
-        return (parameter.ndim - 2, parameter.ndim - 1)
+        return (ndim - 2, ndim - 1)
 
     def _is_transposed(self, name: str, layer: MoELayer) -> bool:
-        if layer.layout is not None and layer.layout.transposed is not None:
-            return layer.layout.transposed
+        if isinstance(layer.transposed, bool):
+            return layer.transposed
+        if layer.transposed is not None:
+            return name.rpartition(".")[2] in layer.transposed
         declared = getattr(self.owners[name], "is_transposed", None)
         if isinstance(declared, bool):
             return declared

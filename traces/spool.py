@@ -46,9 +46,9 @@ class BufferPool:
         """Take a buffer back that nothing refers to any more."""
         self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
 
-    def lend(self, buffer: Tensor) -> RawTensor:
-        """The buffer as a `RawTensor`; it comes back by itself when the last array over it is gone."""
-        raw = raw_tensor(buffer)
+    def lend(self, buffer: Tensor, shape: tuple[int, ...] | None = None) -> RawTensor:
+        """The buffer as a `RawTensor`, seen in `shape`; it comes back by itself when the last array over it is gone."""
+        raw = raw_tensor(buffer if shape is None else buffer.view(shape))
         # numpy views and memoryviews keep `raw.data` alive, so this fires no earlier than the file is written.
         weakref.finalize(raw.data, self.give, buffer).atexit = False
         return raw
@@ -74,8 +74,23 @@ class CpuTransfer:
     def begin(self, nbytes: int) -> None:
         """Nothing to prepare on the CPU."""
 
-    def copy(self, source: Tensor, dtype: torch.dtype | None = None, divisor: Tensor | None = None) -> Tensor:
-        """Copy `source` (any layout) into a contiguous buffer of `dtype`, divided by `divisor` where one is given."""
+    def copy(
+        self,
+        source: Tensor,
+        dtype: torch.dtype | None = None,
+        divisor: Tensor | None = None,
+        select: tuple[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Copy `source` (any layout) into a contiguous buffer of `dtype`, divided by `divisor` where one is given.
+
+        `select`: an axis, and the int64 positions along it that are copied.
+        """
+        if select is not None:
+            target = self.pool.take(_selected(source, select), dtype or source.dtype)
+            if divisor is None and target.dtype == source.dtype:
+                return torch.index_select(source, *select, out=target)
+            chosen = source.index_select(*select)
+            return target.copy_(chosen if divisor is None else torch.div(chosen, divisor))
         target = self.pool.take(tuple(source.shape), dtype or source.dtype)
         if divisor is None:
             target.copy_(source)
@@ -117,12 +132,25 @@ class CudaTransfer:
         self._stage = nbytes <= STAGE_BYTES
         self.side.wait_stream(self._main)
 
-    def copy(self, source: Tensor, dtype: torch.dtype | None = None, divisor: Tensor | None = None) -> Tensor:
-        """Queue one copy and return the pinned buffer that will hold it; what is on the host already is copied now."""
+    def copy(
+        self,
+        source: Tensor,
+        dtype: torch.dtype | None = None,
+        divisor: Tensor | None = None,
+        select: tuple[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Queue one copy and return the pinned buffer that will hold it; what is on the host already is copied now.
+
+        `select`: an axis, and the int64 positions along it that are copied, on the source's device.
+        """
         if source.device.type != self.device.type:  # Adam keeps its step counters on the host
             return self.pool.take(tuple(source.shape), dtype or source.dtype).copy_(source)
+        if select is not None:
+            source = source.index_select(*select)  # on the main stream, and nobody else's to write into
         if divisor is not None:
             source = torch.div(source, divisor)
+        if divisor is not None or select is not None:
+            source = source.to(dtype or source.dtype)
         elif self._stage or (dtype or source.dtype) != source.dtype or not source.is_contiguous():
             # Taken aside on the main stream: an optimizer may write into the gradient while the side stream reads.
             source = source.to(dtype or source.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -163,6 +191,11 @@ class CudaTransfer:
         done.record(self.cuda.current_stream(self.device))
         wait: Callable[[], None] = done.synchronize
         return wait
+
+
+def _selected(source: Tensor, select: tuple[int, Tensor]) -> tuple[int, ...]:
+    axis, ids = select
+    return (*source.shape[:axis], len(ids), *source.shape[axis + 1 :])
 
 
 def transfer_for(device: torch.device) -> CpuTransfer | CudaTransfer:

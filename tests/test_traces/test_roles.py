@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from traces.errors import GradreelError
-from traces.layouts import Layout, find_moe_layers, read_experts_call, read_router_output, strip_wrappers
+from traces.executed_ids import read_experts_call, read_router_output
+from traces.layouts import Layout, find_moe_layers
+from traces.module_names import strip_wrappers
 from traces.roles import classify_roles, describe_params, role_table
 
 

@@ -62,7 +62,8 @@ def _count(layer: MoELayer, micro_steps: list[MicroStep]) -> Tensor:
             continue
         ids = capture.topk_expert_ids.long()
         executed = (ids >= 0) & (ids < layer.num_experts)
-        if micro.mask is not None and micro.mask.numel() == len(ids):
-            executed &= micro.mask.reshape(-1, 1)
+        mask = micro.mask_of(layer)
+        if mask is not None and mask.numel() == len(ids):
+            executed &= mask.reshape(-1, 1)
         counts += torch.bincount(ids[executed], minlength=layer.num_experts)
     return counts
