@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from traces._json import clip
+from traces._store import StorePath, total_bytes
 from traces.errors import GradreelError
 from traces.reader import Trace
 from traces.record_at import RecordAt, format_bytes
@@ -44,7 +45,7 @@ def print_info(console: Console, trace: Trace) -> None:
 def _facts(trace: Trace, tensor_bytes: int) -> list[tuple[str, str]]:
     run = trace.header.run
     state = "finished" if trace.finished else "being written" if trace.being_written else "unfinished"
-    if state == "unfinished":
+    if state == "unfinished" and not isinstance(trace.path, StorePath):
         state += f", run: gradreel recover {trace.path}"
     bursts = trace.bursts()
     shown = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in bursts[:_SHOWN_BURSTS])
@@ -57,7 +58,7 @@ def _facts(trace: Trace, tensor_bytes: int) -> list[tuple[str, str]]:
         ("recorded steps", f"{len(trace.steps)} of {_seen(trace)} seen{': ' + shown if shown else ''}"),
         ("bursts", "one unbroken run" if len(bursts) == 1 else f"{len(bursts)} runs of consecutive steps"),
         ("policy", _policy(trace.header.record)),
-        ("size", f"{format_bytes(_folder_bytes(trace.path))}, tensors {format_bytes(tensor_bytes)}"),
+        ("size", f"{format_bytes(total_bytes(trace.path))}, tensors {format_bytes(tensor_bytes)}"),
     ]
     if trace.header.ranks > 1:
         facts.append(("ranks", str(trace.header.ranks)))
@@ -153,10 +154,6 @@ def _table(first: str, others: tuple[str, ...], rows: list[tuple[str, ...]]) -> 
     return table
 
 
-def _folder_bytes(path: Path) -> int:
-    return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_symlink() and entry.is_file())
-
-
 @contextlib.contextmanager
 def progress_over(path: Path) -> Iterator[Callable[[int], None] | None]:
     """A bar over the bytes of a trace on stderr; nothing where stderr is no terminal or the path is no folder."""
@@ -168,5 +165,5 @@ def progress_over(path: Path) -> Iterator[Callable[[int], None] | None]:
 
     columns = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("verify", total=_folder_bytes(path))
+        task = progress.add_task("verify", total=total_bytes(path))
         yield lambda size: progress.advance(task, size)

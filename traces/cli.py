@@ -10,10 +10,17 @@ from typing import Annotated
 
 import typer
 
-from traces.console import out
+from traces._store import as_place
+from traces.console import out, say
 
 TracePath = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="The trace folder, such as demo.trace.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="TRACE",
+        help="The trace: a folder such as demo.trace, or a URL such as s3://bucket/demo.trace.",
+        show_default=False,
+        parser=as_place,
+    ),
 ]
 
 
@@ -23,15 +30,39 @@ def register(app: typer.Typer) -> None:
         app.command(verb.__name__)(verb)
 
 
-def info(trace: TracePath) -> None:
+def info(
+    trace: TracePath,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show steps as they are sealed, until the trace ends or Ctrl-C.")
+    ] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="With --follow: how often to look.")] = 2.0,
+) -> None:
     """Show what a trace holds: model, steps, streams, sizes, parameters by role, routing.
 
     Example: gradreel info demo.trace
     """
+    if follow:
+        _follow(trace, every)
+        return
     from traces import open_trace
     from traces._info import print_info
 
     print_info(out(), open_trace(trace, check_hash=False))
+
+
+def _follow(trace: Path, every: float) -> None:
+    from traces.follow import follow
+
+    console = out()
+    try:
+        follow(
+            trace,
+            lambda line: console.print(line, markup=False, soft_wrap=True, highlight=False),
+            every=every,
+            note=say,
+        )
+    except KeyboardInterrupt:  # the way to end it, so nothing went wrong
+        console.print()
 
 
 def verify(trace: TracePath) -> None:
