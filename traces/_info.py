@@ -61,10 +61,22 @@ def _facts(trace: Trace, tensor_bytes: int) -> list[tuple[str, str]]:
         ("size", f"{format_bytes(total_bytes(trace.path))}, tensors {format_bytes(tensor_bytes)}"),
     ]
     if trace.header.ranks > 1:
-        facts.append(("ranks", str(trace.header.ranks)))
+        facts.append(("ranks", _ranks(trace)))
     if trace.lost_steps:
         facts.append(("lost steps", f"{trace.lost_steps} could not be written"))
     return facts
+
+
+def _ranks(trace: Trace) -> str:
+    """How many ranks there are, which are not there, and which ones ended early."""
+    text = str(trace.header.ranks) + (f", {trace.missing_ranks} not there" if trace.missing_ranks else "")
+    ends = {one.rank: one.steps[-1] if one.steps else 0 for one in trace._ranks}
+    if early := [rank for rank, last in ends.items() if last < max(ends.values())]:
+        shown = ", ".join(f"rank {rank} at step {ends[rank]}" for rank in early[:_SHOWN_BURSTS])
+        text += (
+            f"; {shown}{', ...' if len(early) > _SHOWN_BURSTS else ''} ended before the others ({max(ends.values())})"
+        )
+    return text
 
 
 def _seen(trace: Trace) -> int:
@@ -72,7 +84,7 @@ def _seen(trace: Trace) -> int:
     steps = trace.all_steps
     if not steps or steps[-1] not in trace.weight_steps():
         return len(steps)
-    last = trace._ranks[0].step(steps[-1])
+    last = trace._record(steps[-1])
     return len(steps) - (not last.recorded and not last.skipped and "lr" not in last.scalars)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from traces._files import Stamp, short
 from traces._store import StoreError, as_place, names_in, there_is
 from traces.chunks import ChunkFile
 from traces.errors import GradreelError, TraceError
+from traces.rank_headers import RankHeader, read_rank_header
 from traces.routing import RoutingFile
 from traces.schema import Header, read_header
 from traces.seals import (
@@ -22,7 +24,6 @@ from traces.seals import (
     Seal,
     SealedStep,
     read_end,
-    read_rank_header,
     read_seal,
 )
 
@@ -69,21 +70,46 @@ def find_trace(path: str | Path) -> tuple[Path, Header, str]:
     return folder, header, digest
 
 
-def rank_folders(folder: Path, ranks: int) -> list[Path]:
-    """The folders of all ranks, in order; a missing, surplus or linked one raises `TraceError`."""
-    found = [name for name in names_in(folder) if RANK_FOLDER.fullmatch(name)]
-    wanted = [f"rank-{rank:05d}" for rank in range(ranks)]
-    for name in wanted:
-        if name not in found:
-            raise TraceError(
-                f"{short(folder / name)} is missing; the header says the run had {ranks} ranks, copy it here"
-            )
-    if surplus := [name for name in found if name not in wanted]:
-        raise TraceError(f"{short(folder / surplus[0])} is one rank too many; the header says the run had {ranks}")
-    for name in wanted:
+def rank_folders(folder: Path, ranks: int) -> dict[int, Path]:
+    """The folders of the ranks that are there, by rank; a surplus or linked one raises `TraceError`."""
+    found: dict[int, Path] = {}
+    for name in names_in(folder):
+        match = RANK_FOLDER.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[1]) >= ranks:
+            raise TraceError(f"{short(folder / name)} is one rank too many; the header says the run had {ranks}")
         if (folder / name).is_symlink() or not (folder / name).is_dir():
             raise TraceError(f"{short(folder / name)} is not a folder of its own; links are refused")
-    return [folder / name for name in wanted]
+        found[int(match[1])] = folder / name
+    return found
+
+
+def absent_ranks(found: Iterable[int], ranks: int) -> str:
+    """The ranks that are not there, as words ("rank 1", "ranks 2 to 5, 7"); empty where all are."""
+    known = sorted(found)
+    gaps, before = [], -1
+    for rank in (*known, ranks):
+        if rank > before + 1:
+            gaps.append(f"{before + 1}" if rank == before + 2 else f"{before + 1} to {rank - 1}")
+        before = rank
+    if not gaps:
+        return ""
+    many = len(gaps) > 1 or " to " in gaps[0]
+    return f"rank{'s' * many} {', '.join(gaps[:8])}{', ...' if len(gaps) > 8 else ''}"
+
+
+def missing_folder(folder: Path, found: Iterable[int], ranks: int) -> TraceError | None:
+    """What to say of a trace that lacks the folders of some ranks; None where all are there."""
+    known = set(found)
+    if len(known) == ranks:
+        return None
+    first = next(rank for rank in range(ranks) if rank not in known)
+    others = f" ({absent_ranks(known, ranks)} in all)" if ranks - len(known) > 1 else ""
+    return TraceError(
+        f"{short(folder / f'rank-{first:05d}')} is missing{others}; the header says the run had {ranks} ranks, copy it "
+        "here" + (", or read what is there with open_trace(path, partial=True)" if known else "")
+    )
 
 
 class RankFolder:
@@ -99,15 +125,16 @@ class RankFolder:
         check_hash: bool = True,
         tolerant: bool = False,
     ) -> None:
-        self.folder, self.rank, self.header = folder, rank, header
+        self.folder, self.rank = folder, rank
         self._check_hash = check_hash
-        self.tables = SchemaTables.of(header)
         if not any(there_is(folder / name) for name in ("header.json", "seal-000000.json")):
             raise TraceError(
                 f"{short(folder)} holds nothing yet: its writer has just begun, or was killed before its first seal; "
                 "wait, or remove the trace"
             )
-        self.header_hash = read_rank_header(folder / "header.json", rank, header.ranks, header_hash)
+        self.own: RankHeader = read_rank_header(folder / "header.json", rank, header, header_hash)
+        self.header, self.header_hash = self.own.header, self.own.sha256
+        self.tables = SchemaTables.of(self.header)
         self.end: End | None = None
         self.seals: list[SealSummary] = []
         #: With `tolerant`, what ended the chain early or is wrong with the end; the sound beginning stays readable.

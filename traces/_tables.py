@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces._rank import RankFolder
+from traces._ranks import Ranks
 from traces.schema import DTYPES, Header, LayerInfo, RawTensor
+from traces.seals import SealedStep
 from traces.views import RoutingStep
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def params_frame(header: Header) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema)
 
 
-def scalars_frame(rank: RankFolder, last: int) -> pl.DataFrame:
+def scalars_frame(steps: Iterable[SealedStep]) -> pl.DataFrame:
     """One row per sealed step."""
     import polars as pl
 
-    records = [rank.step(step) for step in rank.steps if step <= last]
+    records = list(steps)
     names = list(dict.fromkeys(name for record in records for name in record.scalars))
     columns: dict[str, Any] = {
         "step": pl.Series([r.step for r in records], dtype=pl.Int64),
@@ -101,58 +102,65 @@ def _scalar_column(values: list[Any]) -> pl.Series:
     return pl.Series([convert(value) for value in values], dtype=dtype)
 
 
-def routing_frame(ranks: list[RankFolder], last: int, header: Header) -> pl.LazyFrame:
+def routing_frame(ranks: Ranks) -> pl.LazyFrame:
     """A lazy frame over every routing file; each file is checked before polars sees it."""
     import polars as pl
 
     frames = []
-    for rank in ranks:
+    for rank in ranks.folders:
         for seal in rank.seals:
             file = rank.routing(seal)
-            if file is None or seal.steps[0] > last or not file.entry.rows:
+            kept = [step for step in seal.steps if step in ranks.visible]
+            if file is None or not kept or not file.entry.rows:
                 continue
             file.check()
             frame = pl.scan_parquet(file.place(keep=True), glob=False)
-            if seal.steps[-1] > last:
-                frame = frame.filter(pl.col("step") <= last)
-            frames.append(frame.with_columns(rank=pl.lit(rank.rank, pl.Int32)) if len(ranks) > 1 else frame)
-    if frames:
+            if len(kept) < len(seal.steps):
+                frame = frame.filter(pl.col("step").is_in(kept))
+            frames.append(frame.with_columns(rank=pl.lit(rank.rank, pl.Int32)) if ranks.count > 1 else frame)
+    if frames and ranks.count == 1:
         return pl.concat(frames)
-    slots = max((x.top_k for x in header.layers), default=0)
+    slots = max((x.top_k for x in ranks.header.layers), default=0)
+    ids = {f"expert_{k}": pl.Int8 for k in range(slots)}
+    if frames:  # stages of a pipeline may have layers with other numbers of experts and slots
+        order = ["step", "micro_step", "layer", "token", "is_pad", *ids, "rank"]
+        joined = pl.concat(frames, how="diagonal_relaxed")
+        return joined.with_columns(pl.col(list(ids)).fill_null(-1)).select(order)
     schema: dict[str, Any] = {"step": pl.Int64, "micro_step": pl.Int32, "layer": pl.Int32, "token": pl.Int32}
-    schema |= {"is_pad": pl.Boolean, **{f"expert_{k}": pl.Int8 for k in range(slots)}}
+    schema |= {"is_pad": pl.Boolean, **ids}
     return pl.LazyFrame(schema=schema)
 
 
-def routing_step(ranks: list[RankFolder], step: int, layer: LayerInfo) -> RoutingStep | None:
-    """One layer's routing in one step, micro-steps and ranks joined; None where none was recorded."""
+def routing_step(ranks: Ranks, step: int, layer: LayerInfo) -> RoutingStep | None:
+    """One layer's routing in one step, micro-steps and ranks joined; None where none, or not all of it, was recorded."""
     ids: list[np.ndarray] = []
     pads: list[np.ndarray] = []
     extras: dict[str, list[np.ndarray]] = {"scores": [], "logits": []}
-    for rank in ranks:
+    for rank in ranks.routing_folders(step, layer.layer) or ():
         seal = rank.seal_of(step)
-        if seal is None:
-            continue
+        assert seal is not None
         rows = sorted(row for row in rank.step(step).routing if row[0] == layer.layer)
         if not rows:
             continue
         count = sum(row[2] for row in rows)
         start = rank.row_start(seal, step, layer.layer)
-        columns = [f"expert_{k}" for k in range(layer.top_k)]
+        slots = next(x.top_k for x in rank.header.layers if x.layer == layer.layer)
+        columns = [f"expert_{k}" for k in range(slots)]
         file = rank.routing(seal)
         if count and file is not None:
             data = file.rows(start, start + count, ["is_pad", *columns])
-            ids.append(np.stack([data[c] for c in columns], axis=1).astype(np.int64))
+            found = np.stack([data[c] for c in columns], axis=1).astype(np.int64)
+            ids.append(np.pad(found, ((0, 0), (0, layer.top_k - slots)), constant_values=-1))
             pads.append(data["is_pad"])
         else:
             ids.append(np.empty((0, layer.top_k), np.int64))
             pads.append(np.empty(0, np.bool_))
-        for stream, found in extras.items():
+        for stream, values in extras.items():
             chunk = rank.chunk(seal, stream)
             for _, micro, _ in rows if chunk is not None else ():
                 slot = chunk.index().get((step, stream, f"{layer.layer}.{micro}"))  # type: ignore[union-attr]
                 if slot is not None:
-                    found.append(RawTensor(slot.dtype, slot.shape, chunk.read(slot)).numbers())  # type: ignore[union-attr]
+                    values.append(RawTensor(slot.dtype, slot.shape, chunk.read(slot)).numbers())  # type: ignore[union-attr]
     if not ids:
         return None
     joined, is_pad = np.concatenate(ids), np.concatenate(pads)

@@ -15,11 +15,10 @@ import numpy as np
 
 from traces import _tables
 from traces._files import is_locked
-from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
-from traces.chunks import ChunkFile, Slot
-from traces.errors import NotRecorded, TraceError, unknown
+from traces._rank import find_trace
+from traces._ranks import Ranks
+from traces.errors import NotRecorded, unknown
 from traces.schema import LayerInfo, RawTensor
-from traces.seals import presence_width
 from traces.views import NONE, ParamInfo, RoutingStep, StepView
 
 if TYPE_CHECKING:
@@ -29,28 +28,37 @@ if TYPE_CHECKING:
     from traces.verify import Finding
 
 
-def open_trace(path: str | Path, *, check_hash: bool = True) -> Trace:
+def open_trace(path: str | Path, *, check_hash: bool = True, partial: bool = False) -> Trace:
     """Open a trace folder; `TraceError` where it is none, or where its headers or seals are damaged.
 
     A trace that is still being written shows the steps sealed at this moment. Data files are checked against their
     seals when they are first read; `check_hash=False` compares sizes only, for traces too large to read in full.
+    Of a run of several processes, of which one died or is not there, `partial=True` also shows the steps that only the
+    others sealed: what the lost one held raises `NotRecorded`, and routing is told by rank only (`Trace.routing`).
     """
-    return Trace(path, check_hash=check_hash)
+    return Trace(path, check_hash=check_hash, partial=partial)
 
 
 class Trace:
     """A recorded run. Tensors come in the parameter's own layout and in the dtype they were recorded in."""
 
-    def __init__(self, path: str | Path, *, check_hash: bool = True) -> None:
-        self.path, self.header, self.header_hash = find_trace(path)
-        self._ranks = [
-            RankFolder(folder, rank, self.header, self.header_hash, check_hash=check_hash)
-            for rank, folder in enumerate(rank_folders(self.path, self.header.ranks))
-        ]
+    def __init__(self, path: str | Path, *, check_hash: bool = True, partial: bool = False) -> None:
+        self.path, top, self.header_hash = find_trace(path)
+        self._all = Ranks(self.path, top, self.header_hash, check_hash=check_hash, partial=partial)
+        self._ranks, self.header = self._all.folders, self._all.header
         self._params = {p.name: p for p in self.header.params}
         self._layers = {x.layer: x for x in self.header.layers}
-        ends = [rank.seals[-1].steps[-1] if rank.seals else -1 for rank in self._ranks]
-        self._last = min(ends)  # a step exists when every rank has sealed it
+
+    def refresh(self) -> bool:
+        """Take in what was sealed since the trace was opened, or refreshed; whether there was anything new.
+
+        Between two calls the trace shows the same steps, however much is written meanwhile. What was sealed before is not
+        read again.
+        """
+        changed = self._all.refresh()
+        if changed:
+            self.__dict__.pop("steps", None)
+        return changed
 
     # ------------------------------------------------------------------------------------------- what there is
 
@@ -62,7 +70,7 @@ class Trace:
     @property
     def finished(self) -> bool:
         """Whether every rank was closed; otherwise only sealed steps are seen."""
-        return all(rank.finished for rank in self._ranks)
+        return not self._all.absent and all(rank.finished for rank in self._ranks)
 
     @property
     def being_written(self) -> bool:
@@ -74,6 +82,11 @@ class Trace:
         """Twelve hex digits that pin the header and everything sealed."""
         seals = "".join(rank.last_hash for rank in self._ranks)
         return hashlib.sha256((self.header_hash + seals).encode()).hexdigest()[:12]
+
+    @property
+    def missing_ranks(self) -> str:
+        """The ranks of the run that are not there (`partial=True`), in words; empty where all are."""
+        return self._all.absent
 
     @property
     def lost_steps(self) -> int:
@@ -115,7 +128,7 @@ class Trace:
     @cached_property
     def steps(self) -> list[int]:
         """Steps of which more than scalars was recorded, increasing."""
-        return [s for s in self._ranks[0].recorded() if s <= self._last]
+        return list(self._all.recorded)
 
     def recorded_steps(self) -> list[int]:
         """The same as `steps`."""
@@ -124,7 +137,7 @@ class Trace:
     @property
     def all_steps(self) -> list[int]:
         """Every sealed step, those included of which only scalars were kept."""
-        return [s for s in self._ranks[0].steps if s <= self._last]
+        return list(self._all.steps)
 
     def bursts(self) -> list[tuple[int, int]]:
         """(first, last) of each run of consecutive recorded steps."""
@@ -147,15 +160,7 @@ class Trace:
 
         Reads only the bytes asked for when the expert axis is the first one.
         """
-        found = self._find(stream, param, step)
-        if found is None:
-            return None
-        chunk, slot = found
-        axis = positions = None
-        if experts is not None:
-            axis, positions = self._positions(stream, param, step, experts, slot)
-        data = chunk.read(slot, axis, positions)
-        return RawTensor(slot.dtype, tuple(data.shape), data)
+        return self._all.raw(stream, param, step, experts)
 
     def gradient(self, param: str, step: int, experts: Sequence[int] | None = None) -> Tensor | None:
         """The fresh gradient of one step, or of some experts of it (in the order asked for).
@@ -184,10 +189,8 @@ class Trace:
     def presence(self, param: str, step: int) -> np.ndarray:
         """Presence codes of `traces.views`, uint8 [E], or 0-d for a parameter that is no stack of experts."""
         info = self.param(param)
-        text = self._ranks[0].tables.presence_of(self._record(step), info.name)
-        shape = () if info.expert_axis is None else (presence_width(info),)
-        codes = np.frombuffer(text.encode(), np.uint8) - np.uint8(48) if text else np.zeros(shape, np.uint8)
-        return codes.reshape(shape)
+        self._record(step)
+        return self._all.presence(info, step)
 
     def lr(self, step: int, param: str) -> float | None:
         """The learning rate the optimizer used for a parameter in this step; None where it is not known."""
@@ -206,7 +209,7 @@ class Trace:
                 chunk = rank.chunk(seal)
                 if chunk is not None:
                     found |= {k[0] for k in chunk.index() if k[1] == "weight" and param in (None, k[2])}
-        return sorted(s for s in found if s <= self._last)
+        return sorted(found & self._all.visible)
 
     # ---------------------------------------------------------------------------------------- routing, scalars
 
@@ -215,7 +218,7 @@ class Trace:
 
         -1 marks a slot that was not executed. Files are checked now, decoded when collected.
         """
-        return _tables.routing_frame(self._ranks, self._last, self.header)
+        return _tables.routing_frame(self._all)
 
     def routing_steps(self, layer: int) -> Iterator[RoutingStep]:
         """What one layer executed, step by step; micro-steps and ranks joined. Empty where routing was not recorded."""
@@ -227,22 +230,30 @@ class Trace:
 
     def routing_step(self, step: int, layer: int) -> RoutingStep | None:
         """What one layer executed in one step; None where its routing was not recorded."""
-        return _tables.routing_step(self._ranks, self._record(step).step, self.layer(layer))
+        self._record(step)
+        return _tables.routing_step(self._all, step, self.layer(layer))
 
-    def scalars(self) -> pl.DataFrame:
+    def scalars(self, rank: int | None = None) -> pl.DataFrame:
         """One row per sealed step, unrecorded ones included: step, recorded, skipped, every scalar, nonfinite.
 
-        NaN and infinities are null; `nonfinite` names them, as in `loss=nan`, and is empty otherwise.
+        NaN and infinities are null; `nonfinite` names them, as in `loss=nan`, and is empty otherwise. Of several ranks
+        the lowest that has a scalar counts; tokens are added up, `grad_norm` is put together from the parts. `rank`
+        asks for what one rank logged.
         """
-        return _tables.scalars_frame(self._ranks[0], self._last)
+        if rank is None:
+            return _tables.scalars_frame(self._all.record(step) for step in self.all_steps)
+        one = next((folder for folder in self._ranks if folder.rank == rank), None)
+        if one is None:
+            raise unknown("rank", str(rank), [str(folder.rank) for folder in self._ranks])
+        return _tables.scalars_frame(one.step(step) for step in one.steps)
 
     def statistics(self, param: str | None = None) -> pl.DataFrame:
         """The stream `statistics` in long form: step, param, index, value."""
-        return _tables.long_frame(self._stream("statistics", param))
+        return _tables.long_frame(self._all.tensors_of("statistics", param))
 
     def probe(self) -> pl.DataFrame:
         """The stream `probe` (routing of a fixed batch) in long form: step, param, index, value."""
-        return _tables.long_frame(self._stream("probe", None))
+        return _tables.long_frame(self._all.tensors_of("probe", None))
 
     # ---------------------------------------------------------------------------------------------------- views
 
@@ -310,38 +321,19 @@ class Trace:
         return found
 
     def _record(self, step: int) -> Any:
-        rank = self._ranks[0]
-        if step > self._last or rank.seal_of(step) is None:
-            raise NotRecorded(f"step {step} is not in {self.path.name}; it holds {self._span()}")
-        return rank.step(step)
+        if step not in self._all.visible:
+            raise NotRecorded(f"step {step} is not in {self.path.name}; it holds {self._span()}{self._why(step)}")
+        return self._all.record(step)
+
+    def _why(self, step: int) -> str:
+        """Of several ranks, which have not sealed a step that others have."""
+        if not self._all.with_step(step) or not (lacking := self._all.lacking(step)):
+            return ""
+        return f"; {lacking} did not seal that step, open_trace(path, partial=True) reads what the others did"
 
     def _span(self) -> str:
         steps = self.all_steps
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "no sealed step"
-
-    def _find(self, stream: str, param: str, step: int) -> tuple[ChunkFile, Slot] | None:
-        """Replicated tensors are written once, by rank 0; a tensor of one rank only is found there."""
-        if step > self._last:
-            return None
-        for rank in self._ranks:
-            seal = rank.seal_of(step)
-            chunk = rank.chunk(seal) if seal is not None else None
-            if chunk is not None and (slot := chunk.index().get((step, stream, param))) is not None:
-                self._check_slot(chunk, stream, param, step, slot)
-                return chunk, slot
-        return None
-
-    def _check_slot(self, chunk: ChunkFile, stream: str, param: str, step: int, slot: Slot) -> None:
-        if stream not in ("gradient", "grad_buffer", "weight"):
-            return
-        info, ids = self.param(param), self.experts(param, step)
-        shapes = [info.shape]
-        if ids is not None and info.expert_axis is not None:
-            shapes.append((*info.shape[: info.expert_axis], len(ids), *info.shape[info.expert_axis + 1 :]))
-        if slot.shape not in shapes:
-            raise TraceError(
-                f"{chunk.where}: {stream} of {param!r} at step {step} has shape {slot.shape}, not {shapes[0]}"
-            )
 
     def _tensor(self, stream: str, param: str, step: int, experts: Sequence[int] | None) -> Tensor | None:
         from traces._torch import to_torch
@@ -382,37 +374,3 @@ class Trace:
                 f"{where}: weights are stored at the first recorded step and after the last; see Trace.weight_steps()"
             )
         return f"{where}: only scalars were kept of this step; see Trace.steps"
-
-    def _positions(
-        self, stream: str, param: str, step: int, experts: Sequence[int], slot: Slot
-    ) -> tuple[int, list[int]]:
-        info = self.param(param)
-        if info.expert_axis is None:
-            raise NotRecorded(f"{param!r} is no stack of experts; ask for it without `experts`")
-        total = presence_width(info)
-        chosen = [int(e) for e in experts]
-        if bad := [e for e in chosen if not 0 <= e < total]:
-            raise unknown(f"expert of {param!r}", str(bad[0]), [f"0 to {total - 1}"])
-        ids = self.experts(param, step)
-        if ids is None or slot.shape[info.expert_axis] == total:
-            return info.expert_axis, chosen
-        where = {int(e): i for i, e in enumerate(ids)}
-        if absent := [e for e in chosen if e not in where]:
-            raise NotRecorded(
-                f"{stream} of expert {absent[0]} of {param!r} at step {step} was not recorded; there are {list(where)}"
-            )
-        return info.expert_axis, [where[e] for e in chosen]
-
-    def _stream(self, stream: str, param: str | None) -> Iterator[tuple[int, str, RawTensor]]:
-        for rank in self._ranks[:1]:
-            for seal in rank.seals:
-                yield from self._stream_of(rank, seal, stream, param)
-
-    def _stream_of(
-        self, rank: RankFolder, seal: SealSummary, stream: str, param: str | None
-    ) -> Iterator[tuple[int, str, RawTensor]]:
-        chunk = rank.chunk(seal)
-        for key, slot in sorted(chunk.index().items()) if chunk is not None else ():
-            if key[1] == stream and param in (None, key[2]) and key[0] <= self._last:
-                data = chunk.read(slot)  # type: ignore[union-attr]
-                yield key[0], key[2], RawTensor(slot.dtype, slot.shape, data)

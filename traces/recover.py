@@ -8,7 +8,8 @@ from pathlib import Path
 
 from traces._files import is_locked, short, sync_folder, write_file
 from traces._json import dump_signed
-from traces._rank import RankFolder, find_trace, rank_folders
+from traces._rank import RankFolder, find_trace, missing_folder, rank_folders
+from traces._ranks import has_begun
 from traces._store import StorePath
 from traces.errors import TraceError
 from traces.seals import DATA_NAME, SEAL_NAME, End, end_to_json
@@ -48,12 +49,16 @@ def recover(path: str | Path) -> Recovery:
             "steps are readable as they are, or copy it to this machine and recover the copy"
         )
     folders = rank_folders(folder, header.ranks)
-    for rank_folder in folders:
+    if header.ranks > 1:  # a rank that died before its first seal has nothing to recover
+        folders = {rank: one for rank, one in folders.items() if has_begun(one)}
+    if not folders:
+        raise missing_folder(folder, folders, header.ranks) or TraceError(f"{short(folder)} holds no rank")
+    for rank_folder in folders.values():
         if is_locked(rank_folder / "header.json"):
             raise TraceError(
                 f"{short(rank_folder)} is being written by a running process; wait for it, or end it first"
             )
-    ranks = [RankFolder(f, number, header, digest, tolerant=True) for number, f in enumerate(folders)]
+    ranks = [RankFolder(f, number, header, digest, tolerant=True) for number, f in folders.items()]
     changed, moved = False, []
     for rank in ranks:
         if rank.finished and not rank.problems:
@@ -62,8 +67,8 @@ def recover(path: str | Path) -> Recovery:
         moved += [f"{rank.folder.name}/{name}" for name in _set_aside(rank)]
         end = End(len(rank.seals), rank.last_hash, 0, recovered=True)
         write_file(rank.folder / "end.json", dump_signed(end_to_json(rank.rank, end))[0])
-    last = min((rank.steps[-1] if rank.steps else -1) for rank in ranks)
-    steps = [s for s in ranks[0].recorded() if s <= last]
+    whole = len(ranks) == header.ranks  # a step exists when every rank sealed it
+    steps = sorted(set.intersection(*(set(rank.recorded()) for rank in ranks))) if whole else []
     return Recovery(folder, changed, steps, moved, verify_trace(folder))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from traces._files import short
 from traces._json import MAX_NAME, Fields, clip, decode_value, integer, load_signed, text
 from traces.errors import TraceError
-from traces.schema import FORMAT_VERSION, MAX_HEADER_BYTES, Header, LayerInfo, check_version
+from traces.schema import MAX_HEADER_BYTES, Header, LayerInfo
 from traces.views import ParamInfo
 
 MAX_SEAL_BYTES = 64 << 20
@@ -116,40 +116,6 @@ class SchemaTables:
 def presence_width(param: ParamInfo) -> int:
     """How many presence codes a parameter has: E for a stack of experts, else 1."""
     return param.shape[param.expert_axis] if param.expert_axis is not None else 1
-
-
-def rank_to_json(rank: int, ranks: int, header: str | None) -> dict[str, Any]:
-    """A rank's own header. Version 1.0 knows whole (replicated) tensors only, so both tables are empty."""
-    return {
-        "kind": "gradreel-rank",
-        "format_version": FORMAT_VERSION,
-        "rank": rank,
-        "ranks": ranks,
-        "header": header,
-        "expert_offsets": {},
-        "placements": {},
-    }
-
-
-def read_rank_header(path: Path, rank: int, ranks: int, header: str) -> str:
-    """Check a rank's header against the trace's; return its hash."""
-    value, digest = load_signed(path, MAX_HEADER_BYTES)
-    where = short(path)
-    fields = Fields(value, where)
-    fields.text("kind", "gradreel-rank")
-    check_version(fields)
-    if fields.integer("rank") != rank or fields.integer("ranks") != ranks:
-        raise TraceError(f"{where} belongs to another rank or to a run with another number of ranks")
-    said = fields.take("header")
-    if said != header and not (said is None and rank > 0):
-        raise TraceError(
-            f"{where} belongs to another trace: header.json has hash {header[:12]}..., it says {clip(said, 20)}"
-        )
-    for name in ("expert_offsets", "placements"):
-        if fields.table(name):
-            raise TraceError(f"{where}: {name} is not empty; sharded tensors need a newer gradreel, upgrade to read it")
-    fields.done()
-    return digest
 
 
 def seal_to_json(seal: Seal) -> dict[str, Any]:

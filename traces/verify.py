@@ -10,14 +10,16 @@ import numpy as np
 
 from traces._files import short
 from traces._json import clip
-from traces._rank import RankFolder, SealSummary, find_trace, rank_folders
+from traces._rank import RankFolder, SealSummary, find_trace, missing_folder, rank_folders
 from traces._store import as_place, names_in, there_is
 from traces.chunks import ChunkFile, Key, Slot
 from traces.errors import TraceError
+from traces.rank_headers import merged_header
 from traces.schema import Header
 from traces.seals import RANK_FOLDER
 
 _ROWS_AT_ONCE = 1 << 18
+_COMPARED_STEPS = 2  # of the copies that several ranks wrote
 Span = tuple[int, int] | None
 
 
@@ -56,14 +58,71 @@ def verify_trace(path: str | Path, progress: Callable[[int], None] | None = None
         for name in names_in(folder)
         if name != "header.json" and not RANK_FOLDER.fullmatch(name)
     ]
-    for number, rank_folder in enumerate(ranks):
+    if (missing := missing_folder(folder, ranks, header.ranks)) is not None:
+        found.append(Finding(folder.name, None, str(missing)))
+    sound: list[RankFolder] = []
+    for number, rank_folder in ranks.items():
         try:
             rank = RankFolder(rank_folder, number, header, digest, tolerant=True)
         except TraceError as error:
             found.append(Finding(f"{rank_folder.name}/header.json", None, str(error)))
             continue
+        sound.append(rank)
         found += _rank_findings(rank, header, progress)
+    found += _joint_findings(sound, header)
     return found
+
+
+def _joint_findings(ranks: list[RankFolder], header: Header) -> Iterator[Finding]:
+    """What only shows where several ranks are laid side by side."""
+    if len(ranks) < 2:
+        return
+    try:
+        merged_header(header, [rank.own for rank in ranks])
+    except TraceError as error:
+        yield Finding("header.json", None, str(error))
+        return
+    sealed = {rank.rank: set(rank.steps) for rank in ranks}
+    every = set().union(*sealed.values())
+    for rank in ranks:
+        if lacking := sorted(every - sealed[rank.rank]):
+            message = (
+                f"{short(rank.folder)} lacks {len(lacking)} of {len(every)} steps that other ranks sealed, first step "
+                f"{lacking[0]}; open_trace(path, partial=True) reads what is there"
+            )
+            yield Finding(rank.folder.name, (lacking[0], lacking[-1]), message, "note")
+    yield from _differing_copies(ranks)
+
+
+def _differing_copies(ranks: list[RankFolder]) -> Iterator[Finding]:
+    """Ranks that write the same whole parameter must write the same bits: else one name means two parameters."""
+    told: set[str] = set()
+    for step in sorted(set.intersection(*(set(rank.recorded()) for rank in ranks)))[:_COMPARED_STEPS]:
+        first: dict[str, tuple[RankFolder, ChunkFile, Slot]] = {}
+        for rank in ranks:
+            seal = rank.seal_of(step)
+            chunk = rank.chunk(seal) if seal is not None else None
+            try:
+                index = chunk.index() if chunk is not None else {}
+            except TraceError:
+                continue  # told already
+            for (at, stream, name), slot in index.items():
+                if at != step or stream not in ("gradient", "weight") or name in told or name in rank.own.placements:
+                    continue
+                assert chunk is not None
+                other = first.setdefault(f"{stream}/{name}", (rank, chunk, slot))
+                if other[0] is rank or np.array_equal(_bits(*other[1:]), _bits(chunk, slot)):
+                    continue
+                told.add(name)
+                message = (
+                    f"{stream} of {name!r} at step {step} differs between rank {other[0].rank} and rank {rank.rank}; "
+                    "ranks that hold different parameters must name them differently, Recorder(..., global_names=...)"
+                )
+                yield Finding(f"{rank.folder.name}/{chunk.path.name}", (step, step), message)
+
+
+def _bits(chunk: ChunkFile, slot: Slot) -> np.ndarray:
+    return chunk.read(slot).reshape(-1).view(np.uint8)
 
 
 def _rank_findings(rank: RankFolder, header: Header, progress: Callable[[int], None] | None) -> Iterator[Finding]:
@@ -120,9 +179,13 @@ def _check_slot(chunk: ChunkFile, key: Key, slot: Slot, rank: RankFolder) -> Non
     param = rank.tables.params.get(name)
     if param is None:
         raise TraceError(f"{chunk.where}: {stream} of {clip(name)} at step {step}, which the header does not know")
-    expected = list(param.shape)
+    part = rank.own.placements.get(name)
+    if not rank.own.writes(name):
+        raise TraceError(f"{chunk.where}: {stream} of {name!r} at step {step}, which another rank writes")
+    shape = param.shape if part is None else part.shape(param.shape)
+    expected = list(shape)
     ids = rank.step(step).experts.get(name)
-    if ids is not None and param.expert_axis is not None and slot.shape != param.shape:
+    if ids is not None and param.expert_axis is not None and slot.shape != shape and not (part and part.is_flat):
         expected[param.expert_axis] = len(ids)
     if list(slot.shape) != expected:
         raise TraceError(f"{chunk.where}: {stream} of {name!r} at step {step} has shape {slot.shape}, not {expected}")

@@ -7,7 +7,7 @@ seal that names their hashes and the seal before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,8 @@ from traces._json import MAX_NAME, clip, dump_signed, encode_value, text
 from traces._store import StorePath, as_place, names_in
 from traces.chunks import MAX_TENSORS_PER_CHUNK, Key, check_tensor, raw_from_array, write_chunk
 from traces.errors import TraceError
+from traces.placements import Placement, placement_from_json
+from traces.rank_headers import rank_to_json
 from traces.routing import check_routing, write_routing
 from traces.schema import Header, RawTensor, RoutingRecord, StepRecord, check_stream, header_to_json
 from traces.seals import (
@@ -32,7 +34,6 @@ from traces.seals import (
     SealedStep,
     end_to_json,
     presence_width,
-    rank_to_json,
     seal_to_json,
 )
 from traces.views import ParamInfo
@@ -45,6 +46,8 @@ _PARAM_STREAMS = ("gradient", "grad_buffer", "weight")
 class TraceWriter:
     """Write one rank of a trace into the new folder `path`.
 
+    `header` describes what this rank holds; that of rank 0 becomes the trace's `header.json`. `placements` says which
+    part of a parameter this rank writes (None: another rank does); parameters that are absent there come whole.
     A folder that holds a trace already is refused. `append` is called from one thread, with increasing steps. Arrays
     handed in are kept by reference until they are written (at most `chunk_bytes` and one step), so the caller must not
     change them. A full disk raises `OSError` out of `append`; that record is lost, what was buffered before it is tried
@@ -52,7 +55,14 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: str | Path, header: Header, *, rank: int = 0, chunk_bytes: int = 64 << 20, chunk_steps: int = 256
+        self,
+        path: str | Path,
+        header: Header,
+        *,
+        rank: int = 0,
+        placements: Mapping[str, Placement | None] | None = None,
+        chunk_bytes: int = 64 << 20,
+        chunk_steps: int = 256,
     ) -> None:
         if not 1 <= chunk_steps <= MAX_STEPS_PER_SEAL or chunk_bytes < 1:
             raise TraceError(
@@ -68,6 +78,11 @@ class TraceWriter:
         self.closed = False
         self._chunk_bytes, self._chunk_steps = chunk_bytes, chunk_steps
         self._tables = SchemaTables.of(header)
+        self._placements = dict(placements or {})
+        for name, part in self._placements.items():  # what a reader would refuse is refused now
+            param = self._param(name, "placement")
+            if part is not None:
+                placement_from_json(part.to_json(), param.shape, f"placement of {clip(name)}")
         self._buffer: list[StepRecord] = []
         self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
         self._last_step, self._doubtful = -1, False
@@ -76,7 +91,9 @@ class TraceWriter:
         self._folder = _claim(self.path, rank, header.ranks)
         if rank == 0:
             self._write(self.path / "header.json", raw, new=True)
-        raw, self._header_hash = dump_signed(rank_to_json(rank, header.ranks, digest if rank == 0 else None))
+        raw, self._header_hash = dump_signed(
+            rank_to_json(rank, header, digest if rank == 0 else None, self._placements)
+        )
         self._write(self._folder / "header.json", raw, new=True)
         self._lock = take_lock(self._folder / "header.json")
 
@@ -218,7 +235,7 @@ class TraceWriter:
             if stream in _PARAM_STREAMS or stream.startswith("state."):
                 param = self._param(name, where)
                 if stream in _PARAM_STREAMS:
-                    _check_shape(tensor, param, record.experts.get(name), where)
+                    _check_shape(tensor, param, self._placements.get(name), record.experts.get(name), where)
             tensors[stream, name] = check_tensor(tensor, where)
             size += tensor.data.nbytes
         for name, codes in record.presence.items():
@@ -228,7 +245,8 @@ class TraceWriter:
                     f"presence of {name!r} at step {record.step} must be uint8 codes 0 to 3, one per expert"
                 )
         for name, ids in record.experts.items():
-            _check_experts(np.asarray(ids), self._param(name, f"experts at step {record.step}"), record.step)
+            param = self._param(name, f"experts at step {record.step}")
+            _check_experts(np.asarray(ids), param, self._placements.get(name), record.step)
         size += self._check_routing(record)
         for name in record.scalars:
             text(name, f"name of a scalar of step {record.step}", MAX_NAME)
@@ -316,19 +334,24 @@ def _claim(path: Path, rank: int, ranks: int) -> Path:
     return folder
 
 
-def _check_shape(tensor: RawTensor, param: ParamInfo, ids: Any, where: str) -> None:
-    """A parameter's tensor has its shape, or its shape with the recorded experts along the expert axis."""
-    allowed = [param.shape]
-    if ids is not None and param.expert_axis is not None:
+def _check_shape(tensor: RawTensor, param: ParamInfo, part: Placement | None, ids: Any, where: str) -> None:
+    """A parameter's tensor has the shape of this rank's part, or that with the recorded experts along their axis."""
+    shape = param.shape if part is None else part.shape(param.shape)
+    allowed = [shape]
+    if ids is not None and param.expert_axis is not None and not (part is not None and part.is_flat):
         axis = param.expert_axis
-        allowed.append((*param.shape[:axis], len(ids), *param.shape[axis + 1 :]))
+        allowed.append((*shape[:axis], len(ids), *shape[axis + 1 :]))
     if tuple(tensor.shape) not in allowed:
         raise TraceError(f"{where}: shape {tuple(tensor.shape)} is not {' or '.join(map(str, allowed))}")
 
 
-def _check_experts(ids: np.ndarray, param: ParamInfo, step: int) -> None:
+def _check_experts(ids: np.ndarray, param: ParamInfo, part: Placement | None, step: int) -> None:
     top = presence_width(param) if param.expert_axis is not None else 0
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.size and (ids.min() < 0 or ids.max() >= top)):
         raise TraceError(f"experts of {param.name!r} at step {step} must be a list of ids from 0 to {top - 1}")
     if (np.diff(ids.astype(np.int64)) <= 0).any():
         raise TraceError(f"experts of {param.name!r} at step {step} must be strictly increasing")
+    if part is not None and part.splits(param.expert_axis) and ids.size:
+        assert param.expert_axis is not None
+        if foreign := sorted(set(ids.tolist()) - set(part.indices(param.expert_axis).tolist())):
+            raise TraceError(f"experts of {param.name!r} at step {step}: id {foreign[0]} belongs to another rank")
