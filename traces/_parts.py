@@ -180,10 +180,7 @@ def _compressed(
     every = range(presence_width(info))
     union = sorted({i for piece in pieces for i in (every if piece.ids is None else piece.ids)})
     thinned = any(
-        piece.ids is not None
-        and piece.part.splits(axis)
-        and len(piece.ids) != piece.part.count(axis)
-        or (piece.ids is not None and not piece.part.splits(axis))
+        piece.ids is not None and (not piece.part.splits(axis) or len(piece.ids) != piece.part.count(axis))
         for piece in pieces
     )
     if not thinned:

@@ -55,7 +55,7 @@ class Ranks:
 
     def refresh(self) -> bool:
         """Take in what the ranks sealed since; whether there was anything new."""
-        changed = any([one.refresh() for one in self.folders])
+        changed = sum(one.refresh() for one in self.folders) > 0
         if changed:
             for name in ("steps", "recorded", "visible"):  # what follows from the seals is found anew
                 self.__dict__.pop(name, None)
@@ -146,10 +146,11 @@ class Ranks:
             for name, value in record.scalars.items():
                 if scalars.get(name) is None:
                     scalars[name] = value
-        norms = [record.scalars.get("grad_norm_local") for _, record in records]
+        parts = [record.scalars.get("grad_norm_local") for _, record in records]
+        norms = [float(part) for part in parts if isinstance(part, int | float)]
         scalars.pop("grad_norm_local", None)
-        if "grad_norm" not in scalars and len(norms) == self.count and all(isinstance(n, (int, float)) for n in norms):
-            scalars["grad_norm"] = math.sqrt(sum(float(n) ** 2 for n in norms))  # type: ignore[arg-type]
+        if "grad_norm" not in scalars and len(norms) == self.count:
+            scalars["grad_norm"] = math.sqrt(sum(norm * norm for norm in norms))
         counts: dict[int, int] = {}
         for one, record in records:  # stages of a pipeline see the same tokens, so only equal layers are added up
             tokens = record.scalars.get("tokens")

@@ -132,7 +132,7 @@ def routing_frame(ranks: Ranks) -> pl.LazyFrame:
 
 
 def routing_step(ranks: Ranks, step: int, layer: LayerInfo) -> RoutingStep | None:
-    """One layer's routing in one step, micro-steps and ranks joined; None where none, or not all of it, was recorded."""
+    """One layer's routing in one step, micro-steps and ranks joined; None where not all of it was recorded."""
     ids: list[np.ndarray] = []
     pads: list[np.ndarray] = []
     extras: dict[str, list[np.ndarray]] = {"scores": [], "logits": []}

@@ -52,8 +52,8 @@ class Trace:
     def refresh(self) -> bool:
         """Take in what was sealed since the trace was opened, or refreshed; whether there was anything new.
 
-        Between two calls the trace shows the same steps, however much is written meanwhile. What was sealed before is not
-        read again.
+        Between two calls the trace shows the same steps, however much is written meanwhile. What was sealed before is
+        not read again.
         """
         changed = self._all.refresh()
         if changed:
