@@ -3,15 +3,19 @@
 Rules, in bytes per token unless said otherwise; `a` is the size of an element of the main dtype, D the width of the
 residual stream, H query heads of width d_k (values d_v), F an expert's hidden width, E experts, K top_k, V vocabulary:
 
-- A norm keeps its input in float32 and, in the form most families have, the normalised copy: D (4 + a). Where the model
-  is float32 the input is the residual stream itself.
+- A norm keeps its input in float32 and, in the form most families have, the normalised copy: D (4 + a); 8 D where the
+  weight is multiplied in float32 (gpt_oss, deepseek_v4), 4 D where one kernel does it all (this project's model).
 - A linear map keeps its input once, however many maps share it.
-- Attention keeps the input of its first maps, a D; each low-rank intermediate with its norm; q, k and v as the kernel
-  sees them (H heads where k and v are repeated, the key-value heads otherwise); the output, a H d_v. "flash" adds the
-  log of the sum, 4 H; "eager" the scores after softmax in float32 and in the main dtype, H S (4 + a).
+- Attention keeps the input of its first maps, a D; each low-rank intermediate with its norm; norms of q and k, where a
+  family has them; q, k and v as the kernel sees them (H heads where k and v are repeated, the key-value heads
+  otherwise); the output, a H d_v. "flash" adds the log of the sum, 4 H; "eager" the scores after softmax in float32 and
+  in a narrower main dtype, H S (4 + a), or in the main dtype alone, H S a (gpt_oss).
 - A gated feed-forward layer of width W keeps gate, up, activation(gate) and their product: 4 a W; without a gate 2 a W.
+  Clamped gates keep more: 3 a W (gpt_oss), 2 a W (deepseek_v4).
 - Routed experts do the same for each of the K slots of a token, and keep the gathered input and the output before it is
-  weighted: K a (2 D + 4 F). Balanced loads are assumed, so expert parallelism changes nothing.
+  weighted: K a (2 D + 4 F); this project's model keeps the weighted output as well, K a D.
+  Balanced loads are assumed, so expert parallelism changes nothing.
+- deepseek_v4 keeps its parallel residual streams around each half of a block, 2 n D (8 + a), and more in attention.
 - The router keeps logits, softmax and what the losses need, 16 E, and a float32 copy of its input, 4 D, where its
   weights are wider than the rest.
 - The head keeps its input, a D, the logits, a V, and the log-softmax in float32, 4 V. The loss's backward needs two
@@ -32,7 +36,11 @@ from toolkit.memory._settings import Run
 from toolkit.memory._shapes import ITEMSIZE, Architecture
 from traces.views import ParamInfo
 
-_LOW_RANK = ("q_a_proj", "kv_a_proj", "o_a_proj")
+_LOW_RANK = ("q_a_proj", "kv_a_proj")
+#: Families whose norms multiply by their weight in float32.
+_WIDE_NORMS = ("gpt_oss", "deepseek_v4")
+#: What clamping a gate keeps besides, in hidden widths.
+_CLAMPED = {"gpt_oss": 3.0, "deepseek_v4": 2.0}
 _ASSUMED_HEAD = 128
 
 
@@ -105,11 +113,11 @@ def _block(
     block = Block()
     norms = 2.0 * _norm(width, itemsize, config)
     if streams > 1:  # mixing the streams keeps them before and after, in float32, around each half
-        norms += 2.0 * streams * width * (2 * 4 + itemsize)
+        norms += 2.0 * (streams * width * (2 * 4 + itemsize) + width * itemsize)
     block.kept["norms"] = norms
     block.kept["attention"] = _attention(config, infos, width, itemsize, run)
     dense = [p for p in infos if p.role in ("dense_ffn", "shared_expert") and p.matrix_axes is not None]
-    inside = sum(_feed_forward(group, width) for group in _by_parent(dense)) * itemsize
+    inside = sum(_feed_forward(group, width, config) for group in _by_parent(dense)) * itemsize
     experts = [p for p in infos if p.role == "routed_expert" and p.matrix_axes is not None]
     if inside:
         block.kept["feed_forward"] = inside
@@ -117,8 +125,8 @@ def _block(
     if experts:
         one = [p for p in experts if p.expert in (None, 0)]
         slots = max(1, first_of(config, "num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk", "moe_k"))
-        hidden = _feed_forward(one, width)
-        block.kept["experts"] = slots * itemsize * (2.0 * width + hidden)
+        hidden = _feed_forward(one, width, config)
+        block.kept["experts"] = slots * itemsize * ((3.0 if _is_ours(config) else 2.0) * width + hidden)
         count = max((p.num_experts or 0 for p in experts), default=0) or len({p.expert for p in experts})
         router = next((p for p in infos if p.role == "router"), None)
         wide = router is not None and ITEMSIZE.get(router.dtype, 4) > itemsize
@@ -134,17 +142,22 @@ def _attention(config: Mapping[str, Any], infos: list[ParamInfo], width: int, it
     heads = first_of(config, "num_attention_heads", "num_heads", "n_head")
     d_k, d_v = _head_widths(config, heads, width, max(outputs, default=width))
     heads = heads or max(1, max(outputs, default=width) // d_k)
-    kv_heads = heads
-    if not _repeats_keys(config):
-        kv_heads = first_of(config, "num_key_value_heads", "num_kv_heads") or heads
-    kept = float(itemsize * width)
-    kept += itemsize * (heads * (d_k + d_v) + kv_heads * (d_k + d_v))
+    few = first_of(config, "num_key_value_heads", "num_kv_heads") or heads
+    repeats = _is_ours(config) or bool(first_of(config, "kv_lora_rank")) or run.attention == "eager"
+    kept = float(itemsize) * (width + (heads + (heads if repeats else few)) * (d_k + d_v))
+    if any(".q_norm." in p.name for p in infos):
+        kept += _norm((heads + few) * d_k, itemsize, config)
+    groups = first_of(config, "o_groups")
+    if groups:  # deepseek_v4: q normed by head without a weight, one norm for keys and values, a grouped output map
+        kept += heads * d_k * (4.0 + 2.0 * itemsize) + _norm(few * d_k, itemsize, config)
+        kept += groups * first_of(config, "o_lora_rank") * itemsize
     for matrix in matrices:  # a low-rank intermediate passes a norm and is the next map's input
         if any(word in matrix.name for word in _LOW_RANK):
             rank = _size(matrix, 0)
             kept += _norm(rank, itemsize, config) + itemsize * rank
     if run.attention == "eager":
-        return kept + heads * run.sequence * (4.0 + itemsize)
+        twice = itemsize < 4 and config.get("model_type") != "gpt_oss"
+        return kept + heads * run.sequence * (itemsize + (4.0 if twice else 0.0))
     return kept + 4.0 * heads
 
 
@@ -157,7 +170,7 @@ def _head_widths(config: Mapping[str, Any], heads: int, width: int, output: int)
     return d_k, d_k
 
 
-def _feed_forward(matrices: list[ParamInfo], width: int) -> float:
+def _feed_forward(matrices: list[ParamInfo], width: int, config: Mapping[str, Any]) -> float:
     """Elements per token that one feed-forward layer keeps inside: pre-activations, activation and product."""
     into = [p for p in matrices if not OUTPUT_SIDE.search(p.name)]
     out = [p for p in matrices if OUTPUT_SIDE.search(p.name)]
@@ -165,7 +178,8 @@ def _feed_forward(matrices: list[ParamInfo], width: int) -> float:
     before = sum(_size(p, 0) for p in into if _size(p, 1) == width or not hidden)
     if not hidden:
         return 2.0 * before
-    return before + (2.0 if before > hidden else 1.0) * hidden
+    gated = 2.0 + _CLAMPED.get(str(config.get("model_type")), 0.0)
+    return before + (gated if before > hidden else 1.0) * hidden
 
 
 def _by_parent(params: list[ParamInfo]) -> list[list[ParamInfo]]:
@@ -178,12 +192,12 @@ def _by_parent(params: list[ParamInfo]) -> list[list[ParamInfo]]:
 
 
 def _norm(width: int, itemsize: int, config: Mapping[str, Any]) -> float:
-    copy = 0 if config.get("norm") in ("layernorm", "rmsnorm") else itemsize  # one kernel keeps its input alone
+    copy = 4 if config.get("model_type") in _WIDE_NORMS else 0 if _is_ours(config) else itemsize
     return float(width * (max(4, itemsize) + copy))
 
 
-def _repeats_keys(config: Mapping[str, Any]) -> bool:
-    return config.get("norm") in ("layernorm", "rmsnorm") or bool(first_of(config, "kv_lora_rank"))
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    return "moe_layers" in config and "router_weights" in config
 
 
 def _size(info: ParamInfo, which: int) -> int:

@@ -11,12 +11,14 @@ Three phases are compared, in each of which weights, state, pinned gradients, co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.memory._account import KINDS, account
 from toolkit.memory._activations import Activations, activations
-from toolkit.memory._ranks import Held, check_degrees, held_by_rank, stages_of
+from toolkit.memory._ranks import Held, check_degrees, held_by_rank, kinds_of, stages_of
 from toolkit.memory._settings import Parallel, Precision, Run
 from toolkit.memory._shapes import ITEMSIZE, Architecture, architecture
 from toolkit.recipes import Recipe
@@ -41,6 +43,7 @@ CATEGORIES = {
 }
 #: Categories that lie there in every phase.
 FIXED = ("weight_bytes", "state_bytes", "pinned_gradient_bytes", "step_counter_bytes", "master_weight_bytes")
+PINNED = ("pinned_gradient_bytes",)
 PHASES = ("backward begins", "backward ends", "optimizer step")
 
 
@@ -174,51 +177,53 @@ class Planner:
 
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
-        self._held: dict[Any, list[list[Held]]] = {}
-        self._bytes: dict[Any, dict[str, int]] = {}
+        self._kept: dict[Any, Any] = {}
+        self._recipes: dict[int, Recipe] = {}  # held, so that no other recipe can get the id of one
 
     def plan(self, recipe: Recipe, *, precision: Precision, parallel: Parallel, run: Run) -> MemoryPlan:
         """The plan of the fullest pipeline stage."""
-        arch = self.arch.with_dtype(precision.weights)
-        check_degrees(arch, parallel)
-        stages = stages_of(arch, parallel.pipeline)
+        self._recipes[id(recipe)] = recipe
+        cast = precision.weights
+        arch = self._once(("cast", cast), lambda: self.arch.with_dtype(cast))
+        self._once(("checked", parallel), lambda: check_degrees(arch, parallel))
+        stages = self._once(("stages", cast, parallel.pipeline), lambda: stages_of(arch, parallel.pipeline))
         plans = []
         for index, params in enumerate(stages):
-            held = self._held_by(recipe, precision, parallel, index, params, arch)
-            kept = activations(
-                arch,
-                params,
-                run,
-                tensor=parallel.tensor,
-                in_flight=min(run.micro_steps, parallel.pipeline - index),
-                last_stage=index == len(stages) - 1,
+            cut = (cast, parallel.pipeline, index)
+            kinds = self._once(
+                ("kinds", *cut, parallel.expert),
+                lambda params=params: kinds_of(params, parallel, arch.frozen),  # type: ignore[misc]
             )
-            plans.append(self._stage(arch, recipe, held, kept, precision, parallel, run))
+            held, blocks = self._once(
+                ("held", id(recipe), *cut, parallel),
+                lambda kinds=kinds: held_by_rank(kinds, recipe, parallel, arch.config, arch.frozen),  # type: ignore[misc]
+            )
+            flight = min(run.micro_steps, parallel.pipeline - index)
+            last = index == len(stages) - 1
+            kept = self._once(
+                ("kept", *cut, parallel.tensor, flight, run.batch, run.sequence, run.checkpointing, run.attention),
+                lambda params=params, flight=flight, last=last: activations(  # type: ignore[misc]
+                    arch, params, run, tensor=parallel.tensor, in_flight=flight, last_stage=last
+                ),
+            )
+            plans.append(self._stage(arch, recipe, held, blocks, kept, precision, parallel, run))
         fullest = max(range(len(plans)), key=lambda i: plans[i].peak_bytes)
         notes = list(plans[fullest].notes)
         if len(plans) > 1:
             notes.append(f"the fullest of {len(plans)} pipeline stages is number {fullest}")
         return replace(plans[fullest], notes=tuple(notes))
 
-    def _held_by(
-        self,
-        recipe: Recipe,
-        precision: Precision,
-        parallel: Parallel,
-        index: int,
-        params: list[ParamInfo],
-        arch: Architecture,
-    ) -> list[Held]:
-        key = (id(recipe), precision.weights, parallel, index)
-        if key not in self._held:
-            self._held[key] = [held_by_rank(params, recipe, parallel, arch.config, arch.frozen)]
-        return self._held[key][0]
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
 
     def _stage(
         self,
         arch: Architecture,
         recipe: Recipe,
         held: list[Held],
+        blocks: dict[int | None, Counter[str]],
         kept: Activations,
         precision: Precision,
         parallel: Parallel,
@@ -250,7 +255,7 @@ class Planner:
             for category, count in self._state(recipe, info, precision.master).items():
                 add(category, info.role, n * count)
         on_host = 0
-        moved = ("state_bytes", "master_weight_bytes", "step_counter_bytes")
+        moved = ("state_bytes", "master_weight_bytes", "step_counter_bytes", *(() if attached else PINNED))
         staged = 0
         if run.offload:
             on_host = sum(count for (category, _), count in rows.items() if category in moved)
@@ -260,7 +265,7 @@ class Planner:
         add("step_temporary_bytes", None, self._temporaries(recipe, held, precision, run) + staged)
         fixed = sum(count for (category, _), count in rows.items() if category in FIXED)
         gradients = sum(count for (category, _), count in rows.items() if category == "gradient_bytes")
-        gathered = _gathered_by_fsdp(held, precision, parallel)
+        gathered = _gathered_by_fsdp(blocks, precision)
         summed_up = run.micro_steps > 1 or precision.accumulation is not None or hidden
         backward = largest_gradient * bool(summed_up) + kept.recomputed + gathered
         earlier = gradients if run.micro_steps > 1 or precision.accumulation else 0
@@ -284,13 +289,12 @@ class Planner:
         )
 
     def _state(self, recipe: Recipe, info: ParamInfo, master: str | None) -> dict[str, int]:
-        key = (id(recipe), info.role, info.shape, info.dtype, info.expert_axis, info.matrix_axes, master)
-        if key not in self._bytes:
-            from toolkit.memory._account import KINDS, account
-
+        def count() -> dict[str, int]:
             (row,) = account(recipe, [info if master is None else replace(info, dtype=master)])
-            self._bytes[key] = {kind: row[kind] for kind in KINDS}
-        return self._bytes[key]
+            return {kind: row[kind] for kind in KINDS}
+
+        layout = (info.role, info.shape, info.dtype, info.expert_axis, info.matrix_axes, info.expert is None)
+        return self._once(("state", id(recipe), layout, master), count)
 
     def _one_staged(self, recipe: Recipe, each: Held, precision: Precision) -> int:
         found = self._state(recipe, each.stepped, precision.master)["state_bytes"]
@@ -317,19 +321,11 @@ def _is_hidden(recipe: Recipe, info: ParamInfo) -> bool:
     return chain.stages[0].name == "hidden_ema" and any(slot.home == "grad_buffer" for _, slot in chain.slots())
 
 
-def _gathered_by_fsdp(held: Iterable[Held], precision: Precision, parallel: Parallel) -> int:
+def _gathered_by_fsdp(blocks: dict[int | None, Counter[str]], precision: Precision) -> int:
     """Two blocks of gathered weights (one is fetched ahead) and one block of gradients before they are scattered."""
-    if parallel.fsdp == 1:
-        return 0
-    weights: dict[int | None, int] = {}
-    gradients: dict[int | None, int] = {}
-    for each in held:
-        if each.unsharded == each.stored:
-            continue
-        size, n = ITEMSIZE.get(each.stepped.dtype, 4), each.count * each.unsharded
-        weights[each.layer] = weights.get(each.layer, 0) + n * size
-        gradients[each.layer] = gradients.get(each.layer, 0) + n * ITEMSIZE[precision.gradients or each.stepped.dtype]
-    return 2 * max(weights.values(), default=0) + max(gradients.values(), default=0)
+    weights = [sum(ITEMSIZE[d] * n for d, n in block.items()) for block in blocks.values()]
+    gradients = [sum(ITEMSIZE[precision.gradients or d] * n for d, n in block.items()) for block in blocks.values()]
+    return 2 * max(weights, default=0) + max(gradients, default=0)
 
 
 def _notes(recipe: Recipe, held: list[Held], hidden: int, run: Run, parallel: Parallel) -> tuple[str, ...]:

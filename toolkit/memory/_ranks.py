@@ -42,7 +42,6 @@ class Held:
     gathered: bool
     frozen: bool
     count: int = 1
-    layer: int | None = None
 
 
 def stages_of(arch: Architecture, pipeline: int) -> list[list[ParamInfo]]:
@@ -102,26 +101,52 @@ def num_experts(params: Iterable[ParamInfo]) -> set[int]:
     return stacked | {len(ids) for ids in listed.values()}
 
 
-def held_by_rank(
-    params: Iterable[ParamInfo], recipe: Recipe, parallel: Parallel, config: Mapping[str, Any], frozen: frozenset[str]
-) -> list[Held]:
-    """What the fullest rank holds of `params`, like parameters of one layer counted together."""
+@dataclass(frozen=True)
+class Kind:
+    """Parameters of one layer that every rank cuts alike: one of them, and how many there are."""
+
+    info: ParamInfo
+    key: tuple[Any, ...]
+    layer: int | None
+    count: int
+
+
+def kinds_of(params: Iterable[ParamInfo], parallel: Parallel, frozen: frozenset[str]) -> list[Kind]:
+    """Like parameters of a layer counted together; of a list of experts, those of one rank."""
     params = list(params)
     listed = max(num_experts(params), default=0)
-    kinds: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[tuple[Any, ...]] = Counter()
     first: dict[tuple[Any, ...], ParamInfo] = {}
     for info in params:
         if info.expert is not None and parallel.expert > 1 and info.expert >= listed // parallel.expert:
             continue  # on another rank
-        tie = OUTPUT_SIDE.search(info.name) is not None, _BEFORE_HEADS.search(info.name) is not None
-        narrow = _is_key_or_value(info.name)
         key = (
-            *(info.role, info.shape, info.dtype, info.expert_axis, info.matrix_axes, info.expert is None, info.layer),
-            *(*tie, narrow, info.name in frozen),
+            *(info.role, info.shape, info.dtype, info.expert_axis, info.matrix_axes, info.expert is None),
+            *(OUTPUT_SIDE.search(info.name) is not None, _BEFORE_HEADS.search(info.name) is not None),
+            *(_is_key_or_value(info.name), info.name in frozen),
         )
-        kinds[key] += 1
-        first.setdefault(key, info)
-    return [replace(_held(first[key], recipe, parallel, config, frozen), count=n) for key, n in kinds.items()]
+        counts[(info.layer, *key)] += 1
+        first.setdefault((info.layer, *key), info)
+    return [Kind(first[key], key[1:], key[0], count) for key, count in counts.items()]
+
+
+def held_by_rank(
+    kinds: Iterable[Kind], recipe: Recipe, parallel: Parallel, config: Mapping[str, Any], frozen: frozenset[str]
+) -> tuple[list[Held], dict[int | None, Counter[str]]]:
+    """What the fullest rank holds, like parameters counted together, and what FSDP gathers of each layer: elements by
+    dtype.
+    """
+    counts: Counter[tuple[Any, ...]] = Counter()
+    held: dict[tuple[Any, ...], Held] = {}
+    gathered: dict[int | None, Counter[str]] = {}
+    for kind in kinds:
+        counts[kind.key] += kind.count
+        if kind.key not in held:
+            held[kind.key] = _held(kind.info, recipe, parallel, config, frozen)
+        mine = held[kind.key]
+        if mine.unsharded != mine.stored:
+            gathered.setdefault(kind.layer, Counter())[kind.info.dtype] += kind.count * mine.unsharded
+    return [replace(mine, count=counts[key]) for key, mine in held.items()], gathered
 
 
 def _held(
@@ -132,7 +157,7 @@ def _held(
     if info.role == "routed_expert":
         degree = max(1, parallel.fsdp // parallel.expert)
     if degree == 1 or not local.shape:
-        return Held(local, local.numel, local.numel, False, info.name in frozen, layer=info.layer)
+        return Held(local, local.numel, local.numel, False, info.name in frozen)
     rows = -(-local.shape[0] // degree)
     mine = replace(
         local,
@@ -141,7 +166,7 @@ def _held(
         strides=None,
     )
     gathered = _needs_whole(local, recipe)
-    return Held(local if gathered else mine, mine.numel, local.numel, gathered, info.name in frozen, layer=info.layer)
+    return Held(local if gathered else mine, mine.numel, local.numel, gathered, info.name in frozen)
 
 
 def _cut_experts(info: ParamInfo, parallel: Parallel) -> ParamInfo:

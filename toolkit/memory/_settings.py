@@ -83,9 +83,10 @@ class Run:
     `batch` sequences of `sequence` tokens make one micro-step on one data-parallel rank; `micro_steps` of them are
     accumulated. `checkpointing`: "none"; "selective" keeps all but what is inside feed-forward layers and experts;
     "full" keeps the input of each block. `attention`: "flash" keeps no scores, "eager" keeps them. `offload`:
-    optimizer state and master weights live on the host. `hidden_momentum`: "attached" (the gradient of routed experts
-    is added onto their momentum, as in one process) or "apart". `step`: "ours" or "original", whose temporaries are
-    counted. `keep_logits`: the loop still holds the logits while the optimizer steps.
+    optimizer state (momentum kept apart from gradients, too) and master weights live on the host.
+    `hidden_momentum`: "attached" (the gradient of routed experts is added onto their momentum, as in one process) or
+    "apart". `step`: "ours" or "original", whose temporaries are counted. `keep_logits`: the loop still holds the
+    logits while the optimizer steps.
     """
 
     batch: int = 1
