@@ -106,6 +106,15 @@ class Copies:
             else:
                 self._held.pop(key, None)
 
+    def forget(self, path: Path, entry: FileEntry) -> None:
+        """Fetch a file anew when it is asked for next, so that a check sees what the store holds now."""
+        with self._lock:
+            key = (str(path), entry.sha256)
+            if key in self._kept and key not in self._held:
+                self._remove(key)
+            else:
+                self._kept.pop(key, None)  # its file stays for those who hold it, until the process ends
+
     def bytes(self) -> int:
         """Bytes of all copies."""
         return sum(size for _, size in self._kept.values())
@@ -132,7 +141,10 @@ class Copies:
         for key in [key for key in self._kept if key not in self._held]:
             if self.bytes() + size <= KEPT_BYTES:
                 return
-            shutil.rmtree(self._kept.pop(key)[0].parent.parent.parent, ignore_errors=True)
+            self._remove(key)
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        shutil.rmtree(self._kept.pop(key)[0].parent.parent.parent, ignore_errors=True)
 
     def _fetch(self, path: Path, entry: FileEntry) -> Path:
         assert isinstance(path, StorePath)

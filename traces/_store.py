@@ -105,6 +105,10 @@ class StorePath:
     def __hash__(self) -> int:
         return hash(self.key)
 
+    def __fspath__(self) -> str:
+        """There is none: what needs a path of this machine gets an `OSError` that says so."""
+        raise StoreError(f"{self._shown} lies in a store, not on this machine")
+
     def __truediv__(self, name: str) -> StorePath:
         return StorePath(self.fs, f"{self.key}/{name}", f"{self._shown}/{name}")
 
@@ -124,6 +128,11 @@ class StorePath:
         if len(self.parts) < 2:
             return self
         return StorePath(self.fs, self.key.rsplit("/", 1)[0], self._shown.rsplit("/", 1)[0])
+
+    @property
+    def parents(self) -> tuple[StorePath, ...]:
+        """The places above it, which a store does not know as folders: none."""
+        return ()
 
     def absolute(self) -> StorePath:
         """Itself: a URL does not depend on the working folder."""

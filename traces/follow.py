@@ -28,9 +28,9 @@ def follow(
 ) -> Trace | None:
     """Show one line whenever steps have been sealed, until the trace ends, and return it.
 
-    Looks each `every` seconds; a trace that is not there yet is waited for, a look that fails is tried again four times.
-    None where the writer, a process of this machine, is gone without an end. `show` gets what was sealed, `note` what
-    is waited for. Errors: `GradreelError` for a place that is no trace, or is damaged.
+    Looks each `every` seconds; a trace that is not there yet is waited for, a look that fails is tried again. None
+    where the writer, a process of this machine, is gone without an end. `show` gets what was sealed, `note` what is
+    waited for. Errors: `GradreelError` for a place that is no trace, or is damaged.
     """
     if not (math.isfinite(every) and every > 0):
         raise GradreelError(f"--every {every} is no number of seconds; give one above 0")
@@ -80,21 +80,24 @@ class _Seen:
     """What was shown already."""
 
     def __init__(self) -> None:
-        self.steps = self.bytes = 0
+        self.steps = self.bytes = self._shown = 0
         self._seals: dict[int, int] = {}
 
     def show_new(self, trace: Trace, show: Callable[[str], None]) -> None:
-        new = trace.all_steps[self.steps :]
+        new = trace.all_steps[self._shown :]
         size = 0
         for rank in trace._ranks:
             for seal in rank.seals[self._seals.get(rank.rank, 0) :]:
                 size += sum(entry.bytes for entry in seal.files)
             self._seals[rank.rank] = len(rank.seals)
         self.bytes += size
-        if not new:
+        self._shown += len(new)
+        if new and _is_closing(trace, new[-1]):
+            new = new[:-1]
+        if not new and not size:
             return
         self.steps += len(new)
-        span = f"step {new[0]}" if len(new) == 1 else f"steps {new[0]} to {new[-1]}"
+        span = "closing weights" if not new else f"step {new[0]}" if len(new) == 1 else f"steps {new[0]} to {new[-1]}"
         show(
             f"{time.strftime('%H:%M:%S')}  {span:<24}  {_loss(trace, new):<14}  +{format_bytes(size)}, "
             f"{format_bytes(self.bytes)} in all"
@@ -111,4 +114,10 @@ def _loss(trace: Trace, steps: list[int]) -> str:
         loss = trace._record(step).scalars.get("loss")
         if isinstance(loss, int | float) and not isinstance(loss, bool):
             return f"loss {loss:.5g}"
-    return "no loss"
+    return "" if not steps else "no loss"
+
+
+def _is_closing(trace: Trace, step: int) -> bool:
+    """Whether a step is the closing snapshot of the weights, which is no optimizer step."""
+    record = trace._record(step)
+    return not record.recorded and not record.skipped and not record.scalars

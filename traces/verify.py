@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from traces._copies import COPIES
 from traces._files import short
 from traces._json import clip
 from traces._rank import RankFolder, SealSummary, find_trace, missing_folder, rank_folders
@@ -157,6 +158,8 @@ def _rank_findings(rank: RankFolder, header: Header, progress: Callable[[int], N
 
 def _check_file(rank: RankFolder, seal: SealSummary, name: str, header: Header) -> None:
     kind = name.split("-")[0]
+    if (entry := seal.file(kind)) is not None:
+        COPIES.forget(rank.folder / name, entry)  # the file in the store is what is checked
     if kind == "routing":
         _check_routing(rank, seal)
         return
