@@ -41,7 +41,7 @@ def read_experts_call(
 
 def read_router_output(output: Any, num_experts: int) -> Capture:
     """Logits, and ids and scores where the router returns them, out of whatever it returned."""
-    tensors = [value for value in _flatten(output) if isinstance(value, Tensor)]
+    tensors = [value for value in flatten(output) if isinstance(value, Tensor)]
     logits = next((t for t in tensors if t.is_floating_point() and t.ndim >= 2 and t.shape[-1] == num_experts), None)
     others = [t for t in tensors if t is not logits]
     capture = _ids_and_scores(others, num_experts, [] if logits is None else [logits]) or Capture()
@@ -79,14 +79,16 @@ def _of_one_hot(mask: Tensor, floats: list[Tensor], num_experts: int | None, row
         return None
     numbers = mask.detach().to(torch.uint8) if mask.dtype is torch.bool else mask.detach()
     best = numbers.max(dim=-1, keepdim=one_slot)
-    return Capture(torch.where(best.values > 0, best.indices, -1), scores.reshape(best.values.shape))
+    # Detached: a hook on a new view of the scores would see no backward pass.
+    return Capture(torch.where(best.values > 0, best.indices, -1), scores.detach().reshape(best.values.shape))
 
 
-def _flatten(output: Any) -> list[Any]:
+def flatten(output: Any) -> list[Any]:
+    """What nested tuples, lists and mappings hold."""
     if isinstance(output, Mapping):
-        return [item for value in output.values() for item in _flatten(value)]
+        return [item for value in output.values() for item in flatten(value)]
     if isinstance(output, (tuple, list)):
-        return [item for value in output for item in _flatten(value)]
+        return [item for value in output for item in flatten(value)]
     return [output]
 
 

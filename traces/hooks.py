@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from traces.errors import GradreelError
-from traces.executed_ids import Capture, read_experts_call, read_router_output, topk_lowest_first
+from traces.executed_ids import Capture, flatten, read_experts_call, read_router_output, topk_lowest_first
 from traces.layouts import MoELayer
 
 
@@ -224,12 +224,16 @@ class ForwardWatch:
             micro = self._open_micro_step(module, number, at_router=True)
             if micro is None:
                 return
+            linked_by = args
             if read is not None:
-                capture = Capture(*read(module, args, kwargs, output))
+                given = read(module, args, kwargs, output)
+                # What was made here is no part of the graph, what came out of the module may be.
+                capture = Capture(*(part if part is None else part.detach() for part in given))
+                linked_by = (*flatten(output), *args)
             else:
                 capture = read_router_output(output, layer.num_experts)
             if first:
-                self._link(micro, capture, args)
+                self._link(micro, capture, linked_by)
             if self.capturing:
                 if capture.topk_expert_ids is None and capture.logits is not None and layer.top_k:
                     # Only logits came out: the choice is rebuilt, and checked against the rows each expert was given.
