@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build_app() -> typer.Typer:
     """The whole command line. Registers verbs only; their work is imported when they run."""
     from toolkit import cli as toolkit_cli
+    from ablations import cli_run
+    from toolkit import cli_plan
     from traces import cli as traces_cli
     from traces.console import example, new_app
 
@@ -45,9 +47,13 @@ def build_app() -> typer.Typer:
     app.callback()(options)
     app.command(epilog=example("gradreel demo"))(demo)
     app.command(epilog=example("gradreel record run.trace -- python train.py --steps 100"))(record)
+    cli_run.register(app)
     traces_cli.register(app)
     toolkit_cli.register(app)
+    cli_plan.register(app)
+    cli_plan.add_models("ablations.models.known")
     toolkit_cli.add_kind("presets", "ablations.presets", "PRESETS")
+    toolkit_cli.add_kind("models", "ablations.models.known", "KNOWN")
     toolkit_cli.add_bench("recorder", _bench_recorder)
     return app
 
@@ -124,9 +130,9 @@ def record(
             raise GradreelError("--steps belongs to --preset; give a script its own arguments after its name")
         raise typer.Exit(record_script(path, command, at))
     from ablations.demo import record_preset
-    from ablations.presets import PRESETS
+    from ablations.presets import recording
 
-    chosen = PRESETS.get(str(preset))
+    chosen = recording(str(preset))
     record_preset(chosen if steps is None else chosen.shortened(steps), path, at)
     print(f"Trace: {as_place(path)}")
 

@@ -29,6 +29,7 @@ FLOORS = {
     "toolkit.plots": 8,
     "toolkit.report": 8,
     "toolkit.cli": 10,
+    "toolkit.cli_plan": 10,
     "ablations": 9,
     "ablations.cli": 10,
 }

@@ -59,6 +59,17 @@ class Fit:
         """Whether the plan fits as it is."""
         return self.plan.peak_bytes <= self.budget
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "recipe": self.plan.recipe,
+            "fits": self.fits,
+            "budget_bytes": self.budget,
+            "room_bytes": self.budget - self.plan.peak_bytes,
+            "change": None if self.change is None else list(self.change),
+            "changed_peak_bytes": None if self.changed is None else self.changed.peak_bytes,
+        }
+
     def lines(self) -> list[str]:
         """The answer in one or two sentences."""
         room = self.budget - self.plan.peak_bytes

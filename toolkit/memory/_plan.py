@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.memory._account import KINDS, account
 from toolkit.memory._activations import Activations, activations
-from toolkit.memory._ranks import Held, check_degrees, held_by_rank, kinds_of, stages_of
+from toolkit.memory._ranks import Held, check_degrees, first_of, held_by_rank, kinds_of, stages_of
 from toolkit.memory._settings import Parallel, Precision, Run
 from toolkit.memory._shapes import ITEMSIZE, Architecture, architecture
+from toolkit.memory._units import GB, GIB
 from toolkit.recipes import Recipe
 from traces.errors import GradreelError
 from traces.views import ROLES, ParamInfo
@@ -28,7 +29,8 @@ from traces.views import ROLES, ParamInfo
 if TYPE_CHECKING:
     import polars as pl
 
-GIB, GB = 1 << 30, 10**9
+#: Tokens of a sequence where nothing is said.
+USUAL_SEQUENCE = 2048
 #: Categories in the order they are shown, with what each one is. All in bytes.
 CATEGORIES = {
     "weight_bytes": "weights, with buffers that are no parameters",
@@ -169,7 +171,15 @@ def plan_memory(
             allowed = sorted(f.name for holder in parts.values() for f in fields(holder))
             raise GradreelError(f"plan_memory has no setting {name!r}; allowed: {', '.join(allowed)}")
         parts[part] = replace(parts[part], **{name: value})
-    return Planner(architecture(source)).plan(recipe if isinstance(recipe, Recipe) else find_recipe(recipe), **parts)
+    arch = architecture(source)
+    if run is None and "sequence" not in settings:
+        parts["run"] = replace(parts["run"], sequence=usual_sequence(arch))
+    return Planner(arch).plan(recipe if isinstance(recipe, Recipe) else find_recipe(recipe), **parts)
+
+
+def usual_sequence(arch: Architecture) -> int:
+    """2048 tokens, or as many as the model has positions for."""
+    return min(USUAL_SEQUENCE, first_of(arch.config, "max_position_embeddings", "max_positions") or USUAL_SEQUENCE)
 
 
 class Planner:
