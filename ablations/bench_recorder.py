@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ablations.presets import PRESETS, Ablation
+from ablations.presets import Recording, recording
 from traces.console import CheckFailed, out, progress_bar
 from traces.errors import GradreelError
 
@@ -91,7 +91,7 @@ def ratio_of(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) ->
 
 
 def bench_recorder(
-    pairs: int = 300, *, preset: Ablation | None = None, folder: str | Path | None = None, drain: bool = True
+    pairs: int = 300, *, preset: Recording | None = None, folder: str | Path | None = None, drain: bool = True
 ) -> OverheadResult:
     """Time `pairs` rounds of the demo's model. `folder` takes the traces for a while (default: the temporary folder).
 
@@ -101,7 +101,7 @@ def bench_recorder(
 
     if pairs < 2:
         raise GradreelError(f"pairs is {pairs}; allowed: at least 2")
-    preset = PRESETS.get("demo") if preset is None else preset
+    preset = recording("demo") if preset is None else preset
     order = np.random.default_rng(0)
     times: list[list[float]] = []
     bytes_per_step: list[float] = []
@@ -173,7 +173,7 @@ def _show(result: OverheadResult) -> None:
 class _Lane:
     """One of the models, with its optimizer, its own clock of steps and, where recorded, its recorder."""
 
-    def __init__(self, preset: Ablation, *, recorded: bool) -> None:
+    def __init__(self, preset: Recording, *, recorded: bool) -> None:
         import torch
 
         from ablations.data.corpus import stdlib_corpus

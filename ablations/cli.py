@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build_app() -> typer.Typer:
     """The whole command line. Registers verbs only; their work is imported when they run."""
-    from toolkit import cli as toolkit_cli
     from ablations import cli_run
+    from toolkit import cli as toolkit_cli
     from toolkit import cli_plan
     from traces import cli as traces_cli
     from traces.console import example, new_app

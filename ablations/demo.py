@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ablations.presets import PRESETS, Ablation
+from ablations.presets import Recording, recording
 from traces.console import progress_bar, say
 from traces.errors import GradreelError
 
@@ -64,14 +64,14 @@ class DemoResult:
 
 
 def run_demo(
-    folder: str | Path = DEFAULT_FOLDER, *, steps: int | None = None, preset: Ablation | None = None
+    folder: str | Path = DEFAULT_FOLDER, *, steps: int | None = None, preset: Recording | None = None
 ) -> DemoResult:
     """Train, record, replay and report into `folder`; `steps` shortens the run.
 
     Everything is made in a folder beside it and moved into place when complete. A finished demo at `folder` is
     replaced; anything else there is left alone and is a GradreelError.
     """
-    preset = PRESETS.get("demo") if preset is None else preset
+    preset = recording("demo") if preset is None else preset
     if steps is not None:
         preset = preset.shortened(steps)
     target = Path(folder)
@@ -94,7 +94,7 @@ def run_demo(
 
 
 def record_preset(
-    preset: Ablation, path: str | Path, at: RecordAt | None = None, *, notify: Callable[[str], None] = say
+    preset: Recording, path: str | Path, at: RecordAt | None = None, *, notify: Callable[[str], None] = say
 ) -> TrainResult:
     """Train the preset's model from its seed and record it into the new trace `path`; `at` overrides the preset's.
 
@@ -155,7 +155,7 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _replay(preset: Ablation, folder: Path) -> Any:
+def _replay(preset: Recording, folder: Path) -> Any:
     from toolkit.replay import replay
     from traces.reader import open_trace
 
@@ -170,7 +170,7 @@ def _replay(preset: Ablation, folder: Path) -> Any:
     )
 
 
-def _report(preset: Ablation, folder: Path, result: Any, selfcheck: str, run: TrainResult) -> str:
+def _report(preset: Recording, folder: Path, result: Any, selfcheck: str, run: TrainResult) -> str:
     """Write frame.parquet, the replay's rows and the training run's, and report.html; return the verdict."""
     from toolkit.frame import FrameWriter, write_frame
     from toolkit.report import write_report

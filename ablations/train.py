@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from traces.errors import GradreelError
+import numpy as np
+
+from traces.errors import GradreelError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -20,18 +22,27 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 #: `batches(step, micro_step)` -> the keyword arguments of one forward, `labels` among them.
 Batches = Callable[[int, int], Batch]
+#: From a model and a batch to its output, with `loss`, `cross_entropy`, `aux_loss` and `logits`.
+Call = Callable[["torch.nn.Module", Batch], Any]
+
+
+def call_plainly(model: torch.nn.Module, batch: Batch) -> Any:
+    """The output of this project's own model, which is what `train` wants."""
+    return model(**batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factors of the peak lr: linear warm-up over `warmup` steps, then a cosine that ends at `floor` after the last.
+    """Factors of the peak lr: linear warm-up over `warmup` steps, then a fall that ends at `floor` after the last.
 
-    So neither the first nor the last step is spent at lr 0.
+    `shape` is "cosine", "linear", "constant" (no fall), or "wsd": constant, and linear over the last fifth of the steps
+    after warm-up. So neither the first nor the last step is spent at lr 0.
     """
 
     steps: int
     warmup: int = 0
     floor: float = 0.0
+    shape: str = "cosine"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.warmup <= self.steps:
@@ -41,13 +52,24 @@ class Schedule:
             )
         if not 0 <= self.floor <= 1:
             raise GradreelError(f"schedule floor is {self.floor}; allowed: [0, 1]")
+        if self.shape not in SHAPES:
+            raise unknown("schedule", self.shape, SHAPES)
 
     def factor(self, step: int) -> float:
         """The factor of `step`, counted from 1."""
         if step <= self.warmup:
             return step / self.warmup
         done = (step - self.warmup) / (self.steps - self.warmup + 1)
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return self.floor + (1 - self.floor) * SHAPES[self.shape](min(done, 1.0))
+
+
+#: What is left of the way down to the floor when a part of the steps after warm-up is done; 1 before, 0 at the end.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+    "wsd": lambda done: min(1.0, 5 * (1 - done)),
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +121,7 @@ def train(
     schedule: Schedule | None = None,
     clip: float | None = 1.0,
     accumulation: int = 1,
+    call: Call = call_plainly,
     on_step: Callable[[StepReport], None] | None = None,
     progress: Callable[[StepReport], None] | None = None,
 ) -> TrainResult:
@@ -106,7 +129,7 @@ def train(
 
     Each step averages `accumulation` micro-batches, clips the norm of the whole gradient to `clip` (None: not), and
     scales each group's own lr by the schedule. The norm is that of this step's gradient, hidden momentum left out: an
-    optimizer that hides some gives `fresh_gradient`, and keeps one gradient more for it. `on_step` is called between
+    optimizer that hides some gives `fresh_gradient`, and keeps one gradient more for it. `call` runs the model. `on_step` is called between
     clipping and the optimizer's step, where a recorder's `log` belongs; `progress` after it. Nothing is raised for a
     loss that is not finite: see `TrainResult`.
     """
@@ -124,7 +147,7 @@ def train(
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         optimizer.zero_grad(set_to_none=True)
-        loss, aux_loss = _accumulate(model, batches, step, accumulation)
+        loss, aux_loss = _accumulate(model, batches, step, accumulation, call)
         norm = _norm_and_clip(optimizer, clip)
         factor_of_clip = 1.0 if clip is None or not math.isfinite(norm) else min(1.0, clip / (norm + 1e-6))
         report = StepReport(step, loss, aux_loss, optimizer.param_groups[0]["lr"], norm, factor_of_clip)
@@ -165,11 +188,33 @@ def evaluate(model: torch.nn.Module, batches: Iterable[Batch]) -> float:
     return total / tokens
 
 
-def _accumulate(model: torch.nn.Module, batches: Batches, step: int, accumulation: int) -> tuple[float, float]:
+def window_losses(model: torch.nn.Module, batches: Iterable[Batch], *, call: Call = call_plainly) -> np.ndarray:
+    """The mean cross-entropy, nats per token, of each sequence in `batches`: float64 [sequences]. All labels count."""
+    import torch
+    from torch.nn import functional as F
+
+    was_training = model.training
+    model.eval()
+    found = []
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                labels = batch["labels"]
+                logits = call(model, batch).logits.flatten(0, 1).float()
+                losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
+                found.append(losses.double().mean(dim=1).cpu().numpy())
+    finally:
+        model.train(was_training)
+    return np.concatenate(found)
+
+
+def _accumulate(
+    model: torch.nn.Module, batches: Batches, step: int, accumulation: int, call: Call
+) -> tuple[float, float]:
     """Backward through the micro-batches; the step's mean cross-entropy and aux loss."""
     loss = aux_loss = 0.0
     for micro_step in range(accumulation):
-        out = model(**batches(step, micro_step))
+        out = call(model, batches(step, micro_step))
         (out.loss / accumulation).backward()
         loss += float(out.cross_entropy.detach()) / accumulation
         aux_loss += float(out.aux_loss.detach()) / accumulation

@@ -30,6 +30,7 @@ FLAGS = (
     "diverged",
     "skipped",
     "zombie",
+    "failed",
 )
 
 SCHEMA: dict[str, Any] = {

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _REGISTRIES: dict[str, Registry[Any]] = {}
 _ENTRY_POINT_GROUP = "gradreel.plugins"
 _entry_points_loaded = False
+_loaded_files: list[str] = []
 
 
 class Registry(Generic[T]):
@@ -94,7 +95,13 @@ def load_plugin_file(path: str | Path) -> list[str]:
     added = _add_constants(module)
     if not added:
         raise GradreelError(f"plug-in file {str(file)!r} defines none of {', '.join(sorted(_REGISTRIES))}")
+    _loaded_files.append(str(file.resolve()))
     return added
+
+
+def loaded_plugin_files() -> tuple[str, ...]:
+    """Absolute paths of the files that `load_plugin_file` read in this process, for processes that it starts."""
+    return tuple(dict.fromkeys(_loaded_files))
 
 
 def _add_constants(module: ModuleType) -> list[str]:

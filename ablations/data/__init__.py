@@ -1,1 +1,5 @@
-"""Texts to train on."""
+"""What models are trained on. See `corpus.py` for the text that every machine has."""
+
+from ablations.data._open import SOURCES, Text, open_data
+
+__all__ = ["SOURCES", "Text", "open_data"]

@@ -13,7 +13,7 @@ _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "router_weights": ("softmax_topk_renormalised", "softmax_topk", "topk_softmax"),
     "dtype": ("float32", "bfloat16", "float64"),
-    "expert_compute": ("loop", "padded"),
+    "expert_compute": ("loop", "grouped"),
 }
 
 
@@ -27,9 +27,9 @@ class MoEConfig:
     with or without renormalisation, or softmax over the top K logits (equal to renormalising, up to rounding).
     `router_noise` is the standard deviation of the Gaussian noise on the logits in training. `aux_coefficient` and
     `z_coefficient` weight the two losses of the router. `dtype` is that of all weights except norms and routers, which
-    stay in float32 (float64 in a float64 model). `expert_compute` is how experts are run: one after the other ("loop"),
-    or all at once with the tokens of each padded to the largest count ("padded": the faster with many experts of few
-    tokens, and equal up to rounding).
+    stay in float32 (float64 in a float64 model). `expert_compute` is how experts are run:
+    each on its own ("loop"), or by one product with all of them ("grouped": the faster on a CPU with many experts of
+    few tokens).
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class MoEConfig:
     z_coefficient: float = 0.0
     init_std: float = 0.02
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    expert_compute: Literal["loop", "padded"] = "loop"
+    expert_compute: Literal["loop", "grouped"] = "loop"
 
     def __post_init__(self) -> None:
         positive = "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim max_positions num_experts top_k"

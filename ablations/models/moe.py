@@ -6,7 +6,7 @@ H query heads, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.num_experts, self.padded = config.num_experts, config.expert_compute == "padded"
+        self.num_experts, self.grouped = config.num_experts, config.expert_compute == "grouped"
         dtype, width, size = getattr(torch, config.dtype), config.expert_hidden, config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * width, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, size, width, dtype=dtype))
@@ -226,13 +226,13 @@ class Experts(nn.Module):
         top_k = indices.shape[1]
         expert_of_slot = indices.flatten()  # slot = token * K + rank
         order = torch.argsort(expert_of_slot, stable=True)
-        counts = torch.bincount(expert_of_slot, minlength=self.num_experts)
-        parts = (self._padded if self.padded else self._loop)(tokens[order // top_k], counts, expert_of_slot[order])
+        counts = torch.bincount(expert_of_slot, minlength=self.num_experts).tolist()
+        parts = (self._grouped if self.grouped else self._loop)(tokens[order // top_k], counts)
         weighted = parts * weights.flatten()[order].unsqueeze(1)
         return torch.zeros_like(tokens).index_add(0, order // top_k, weighted)
 
-    def _loop(self, slots: Tensor, counts: Tensor, expert_of_slot: Tensor) -> Tensor:
-        """`slots` [T*K, D] sorted by expert, `counts` [E] -> [T*K, D], each passed through its expert."""
+    def _loop(self, slots: Tensor, counts: list[int]) -> Tensor:
+        """`slots` [T*K, D] sorted by expert, `counts` of each -> [T*K, D], each passed through its expert."""
         # Unbinding once costs one stack in backward; indexing expert by expert would cost E full-size gradients.
         per_expert = zip(slots.split(counts.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         parts = []
@@ -241,14 +241,51 @@ class Experts(nn.Module):
             parts.append(F.linear(F.silu(gate) * up, down))
         return torch.cat(parts)
 
-    def _padded(self, slots: Tensor, counts: Tensor, expert_of_slot: Tensor) -> Tensor:
-        """As `_loop`, in two batched products over [E, C, D], C the largest count. Padding rows are zero."""
-        first = counts.cumsum(0) - counts
-        place = torch.arange(len(slots), device=slots.device) - first[expert_of_slot]
-        padded = slots.new_zeros(self.num_experts, max(1, int(counts.max())), slots.shape[1])
-        padded = padded.index_put((expert_of_slot, place), slots)
-        gate, up = torch.bmm(padded, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-        return torch.bmm(F.silu(gate) * up, self.down_proj.transpose(1, 2))[expert_of_slot, place]
+    def _grouped(self, slots: Tensor, counts: list[int]) -> Tensor:
+        """As `_loop`, with one node of the graph per projection instead of several per expert."""
+        gate, up = GroupedLinear.apply(slots, self.gate_up_proj, counts).chunk(2, dim=-1)
+        return GroupedLinear.apply(F.silu(gate) * up, self.down_proj, counts)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """`slots` [S, D] sorted by expert, `weight` [E, O, D], `counts` of slots per expert -> [S, O]; once differentiable.
+
+    Each product is written where it belongs, so no stack of E gradients is ever copied together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        """See the class."""
+        ctx.save_for_backward(slots, weight)
+        ctx.counts = counts
+        out = slots.new_empty(len(slots), weight.shape[1])
+        for mine, transposed, place in zip(
+            slots.split(counts), weight.transpose(1, 2).unbind(), out.split(counts), strict=True
+        ):
+            if len(mine):
+                torch.mm(mine, transposed, out=place)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients of `slots` and of `weight`; that of an expert without slots is exactly zero."""
+        (slots, weight), counts, grad = ctx.saved_tensors, ctx.counts, grads[0].contiguous()
+        of_slots, of_weight = torch.empty_like(slots), torch.empty_like(weight)
+        for mine, own, part, place, gradient in zip(
+            slots.split(counts),
+            weight.unbind(),
+            grad.split(counts),
+            of_slots.split(counts),
+            of_weight.unbind(),
+            strict=True,
+        ):
+            if len(mine):
+                torch.mm(part, own, out=place)
+                torch.mm(part.t(), mine, out=gradient)
+            else:
+                gradient.zero_()
+        return of_slots, of_weight, None
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

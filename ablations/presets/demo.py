@@ -1,9 +1,9 @@
 """The first thing to run: a small real model, recorded live and replayed through eight optimizers in two minutes."""
 
 from ablations.models.config import MoEConfig
-from ablations.presets._preset import Ablation
+from ablations.presets._recording import Recording
 
-ABLATION = Ablation(
+ABLATION = Recording(
     name="demo",
     question="On one recorded run, how do the updates of eight optimizers differ on routed experts?",
     decides="Nothing about losses: a replay compares updates. It says whose updates are the steadiest over time.",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ablations import demo
-from ablations.presets import PRESETS, Ablation
+from ablations.presets import PRESETS, Recording
 from toolkit.frame import OPEN_LOOP_NOTE, read_frame, read_provenance
 from traces import GradreelError, open_trace
 
@@ -19,7 +19,7 @@ ARMS = ("adamw", "sinkgd", "mesh")
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Ablation:
+def tiny() -> Recording:
     preset = PRESETS.get("demo")
     model = dataclasses.replace(
         preset.model, hidden_size=32, expert_hidden=16, dense_hidden=32, num_heads=2, num_kv_heads=1, head_dim=16
@@ -28,11 +28,11 @@ def tiny() -> Ablation:
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Ablation, tmp_path_factory: pytest.TempPathFactory) -> demo.DemoResult:
+def finished(tiny: Recording, tmp_path_factory: pytest.TempPathFactory) -> demo.DemoResult:
     return demo.run_demo(tmp_path_factory.mktemp("runs") / "demo", preset=tiny)
 
 
-def test_it_leaves_a_trace_a_frame_and_a_report(finished: demo.DemoResult, tiny: Ablation) -> None:
+def test_it_leaves_a_trace_a_frame_and_a_report(finished: demo.DemoResult, tiny: Recording) -> None:
     assert sorted(p.name for p in finished.folder.iterdir()) == [
         "demo.json",
         "demo.trace",
@@ -88,7 +88,7 @@ def test_its_model_is_of_the_promised_size() -> None:
 
 
 def test_a_rerun_replaces_a_finished_demo_and_nothing_else(
-    tiny: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def quick(folder: Path, content: str) -> None:
         monkeypatch.setattr(demo, "record_preset", lambda preset, path, **_: (path.parent / "new").write_text(content))
@@ -113,13 +113,13 @@ def test_a_rerun_replaces_a_finished_demo_and_nothing_else(
 
 
 def test_a_demo_that_fails_leaves_the_old_one_whole(
-    tiny: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "demo"
     target.mkdir()
     (target / "demo.json").write_text(json.dumps({"made_by": "gradreel demo"}))
 
-    def fails(preset: Ablation, path: Path, **_: object) -> None:
+    def fails(preset: Recording, path: Path, **_: object) -> None:
         path.mkdir()
         raise KeyboardInterrupt
 
@@ -130,7 +130,7 @@ def test_a_demo_that_fails_leaves_the_old_one_whole(
     assert (target / "demo.json").exists()
 
 
-def test_a_diverged_run_is_recorded_up_to_there_and_has_its_row(tiny: Ablation, tmp_path: Path) -> None:
+def test_a_diverged_run_is_recorded_up_to_there_and_has_its_row(tiny: Recording, tmp_path: Path) -> None:
     wild = dataclasses.replace(tiny, lr=1e30, clip=1e30, steps=8, warmup=0)
     result = demo.run_demo(tmp_path / "demo", preset=wild)
     step = result.run.diverged_at

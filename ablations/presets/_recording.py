@@ -1,4 +1,4 @@
-"""What an experiment file states before anything is run. Needs no torch."""
+"""What a file states that is trained once, recorded, and replayed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ablation:
+class Recording:
     """What an experiment file exports as `ABLATION`.
 
     `question` is what the run is meant to answer, `decides` what would answer it. The model is trained on the offline
@@ -56,7 +56,7 @@ class Ablation:
         if self.baseline not in self.arms:
             raise GradreelError(f"preset {self.name}: baseline {self.baseline!r} is not among its arms")
 
-    def shortened(self, steps: int) -> Ablation:
+    def shortened(self, steps: int) -> Recording:
         """The same experiment over `steps` steps, with at most a tenth of them for warm-up."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 10))
 
