@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from traces.errors import NotRecorded
 from traces.placements import Placement
 from traces.rank_headers import merged_header, names_of
 from traces.schema import Header, RawTensor
-from traces.seals import SealedStep, presence_width
+from traces.seals import SchemaTables, SealedStep, presence_width
 from traces.views import ParamInfo
 
 _KEPT_RECORDS = 64
@@ -49,6 +49,7 @@ class Ranks:
             self.folders.append(RankFolder(path, rank, top, digest, check_hash=check_hash))
         self.header = merged_header(top, [one.own for one in self.folders])
         self.params = {p.name: p for p in self.header.params}
+        self.tables = SchemaTables.of(self.header)
         self.absent = absent_ranks((one.rank for one in self.folders), top.ranks)
         self._writers: dict[str, list[tuple[RankFolder, Placement | None]]] = {}
         self._records: OrderedDict[int, SealedStep] = OrderedDict()
@@ -249,18 +250,15 @@ class Ranks:
         ]
         return None if any(one.seal_of(step) is None for one in those) else those
 
-    def tensors_of(self, stream: str, name: str | None) -> Iterator[tuple[int, str, RawTensor]]:
-        """Every tensor of a stream (of one parameter, or of all) in step order: step, parameter, bits."""
-        keys: set[tuple[int, str]] = set()
+    def keys_of(self, stream: str) -> list[tuple[int, str, str]]:
+        """(step, stream, name) of every tensor of a stream, in step order."""
+        keys: set[tuple[int, str, str]] = set()
         for one in self.folders:
             for seal in one.seals:
                 chunk = one.chunk(seal)
                 if chunk is not None:
-                    keys |= {(k[0], k[2]) for k in chunk.index() if k[1] == stream and name in (None, k[2])}
-        for step, param in sorted(keys):
-            raw = self.raw(stream, param, step)
-            if raw is not None:
-                yield step, param, raw
+                    keys |= {k for k in chunk.index() if k[1] == stream and k[0] in self.visible}
+        return sorted(keys)
 
 
 def has_begun(folder: Path) -> bool:

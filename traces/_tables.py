@@ -176,25 +176,3 @@ def routing_step(ranks: Ranks, step: int, layer: LayerInfo) -> RoutingStep | Non
         scores=np.concatenate(extras["scores"]) if extras["scores"] else None,
         logits=np.concatenate(extras["logits"]) if extras["logits"] else None,
     )
-
-
-def long_frame(tensors: Iterable[tuple[int, str, RawTensor]]) -> pl.DataFrame:
-    """Small tensors as rows: step, param, index (row-major), value."""
-    import polars as pl
-
-    schema = {"step": pl.Int64, "param": pl.String, "index": pl.Int64, "value": pl.Float64}
-    frames = [pl.DataFrame(schema=schema)]
-    for step, name, raw in tensors:
-        values = raw.numbers().reshape(-1).astype(np.float64)
-        frames.append(
-            pl.DataFrame(
-                {
-                    "step": [step] * len(values),
-                    "param": [name] * len(values),
-                    "index": np.arange(len(values)),
-                    "value": values,
-                },
-                schema=schema,
-            )
-        )
-    return pl.concat(frames)

@@ -7,21 +7,42 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from traces.expert_sample import ExpertSample
+from traces.micro_norms import MicroNorms
 from traces.record_at import RecordAt
 from traces.records import Job, total_norm
 from traces.run_info import initial_state
 from traces.spool import CpuTransfer, CudaTransfer
+from traces.statistics import GradientStatistics, by_expert
 from traces.step_hooks import StepHooks
+from traces.views import ParamInfo
+
+Taken = Mapping[str, tuple[nn.Parameter, Tensor | None]]
 
 
 class GradientCopier:
-    """Puts the tensors of a step into its job. With `live`, the gradients themselves are in `live` until it is over."""
+    """Puts the tensors of a step into its job. With `live`, the gradients themselves are in `live` until it is over.
+
+    `statistics` and `micro_norms` are None where their streams are not recorded.
+    """
 
     def __init__(
-        self, at: RecordAt, hooks: StepHooks, transfer: CpuTransfer | CudaTransfer, device: torch.device, *, live: bool
+        self,
+        at: RecordAt,
+        infos: Mapping[str, ParamInfo],
+        hooks: StepHooks,
+        transfer: CpuTransfer | CudaTransfer,
+        device: torch.device,
+        sample: ExpertSample,
+        *,
+        statistics: GradientStatistics | None,
+        micro_norms: MicroNorms | None,
+        live: bool,
     ) -> None:
         self.at, self.live = at, dict[str, Tensor | None]()
-        self._hooks, self._transfer, self._device, self._keeps_live = hooks, transfer, device, live
+        self.statistics, self.micro_norms, self.sample = statistics, micro_norms, sample
+        self._infos, self._hooks, self._transfer, self._device = infos, hooks, transfer, device
+        self._keeps_live = live
         self._dtype: torch.dtype | None = getattr(torch, at.dtype) if at.dtype else None
 
     def take(self, job: Job, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
@@ -31,57 +52,109 @@ class GradientCopier:
             job.skipped = job.skipped or bool(found_inf.item() > 0)
         elif found_inf is not None:
             job.found_inf = found_inf.detach().clone()
-        if not job.recorded or job.skipped:
+        if job.skipped or not (job.recorded or job.reserved):
             return
         fresh = getattr(optimizer, "fresh_gradient", None)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = {id(p): fresh(p) if callable(fresh) else p.grad for p in every}
-        if "grad_norm" not in job.scalars:
+        if job.recorded and "grad_norm" not in job.scalars:
             norm, before = total_norm([g.detach() for g in gradients.values() if g is not None], scale), job.norm
             job.norm = norm if before is None or norm is None else torch.hypot(before, norm)
         mine = {name: (p, gradients[id(p)]) for name, p in self._hooks.parameters_of(optimizer).items()}
         if job.reserved:
+            self._transfer.begin(job.estimated_bytes)
+            self._take_small(job, mine, scale)
             self._copy(job, optimizer, mine, scale, first)
-        if self._keeps_live:
+            for micro in job.micro_steps:
+                micro.to_host(self._transfer.small)
+            job.ready.append(self._transfer.end())
+        if self._keeps_live and job.recorded:
             for name, (_, gradient) in mine.items():
                 self.live[name] = gradient if gradient is None or scale is None else gradient / scale
 
     def snapshot(self, step: int, estimated_bytes: int) -> Job:
         """The recorded parameters' weights as they are now, as the closing snapshot of step `step`."""
         job = Job(step, False, {}, closing=True, estimated_bytes=estimated_bytes)
-        self._transfer.begin(job.estimated_bytes)
-        for name, parameter in self._hooks.parameters.items():
-            job.tensors.append(("weight", name, self._transfer.copy(parameter.detach())))
-        job.ready.append(self._transfer.end())
+        if self.at.weights != "none":
+            self._transfer.begin(job.estimated_bytes)
+            for name, parameter in self._hooks.parameters.items():
+                self._add(job, "weight", name, parameter)
+            job.ready.append(self._transfer.end())
         return job
 
-    def _copy(
-        self,
-        job: Job,
-        optimizer: torch.optim.Optimizer,
-        mine: Mapping[str, tuple[nn.Parameter, Tensor | None]],
-        scale: Tensor | None,
-        first: bool,
-    ) -> None:
-        transfer, streams = self._transfer, self.at.streams
-        hidden = getattr(optimizer, "grad_buffer", None)  # where history is not in `.grad` itself
-        transfer.begin(job.estimated_bytes)
-        if first:
-            state = initial_state([optimizer], {name: parameter for name, (parameter, _) in mine.items()})
-            job.tensors += [(stream, name, transfer.copy(value.detach())) for stream, name, value in state]
-        for name, (parameter, gradient) in mine.items():
-            if first or "weight" in streams:
-                job.tensors.append(("weight", name, transfer.copy(parameter.detach())))
+    def _take_small(self, job: Job, mine: Taken, scale: Tensor | None) -> None:
+        """What is computed of every expert where the gradients are, and needs no copy of them."""
+        for name, (_, gradient) in mine.items():
             if gradient is None:
                 job.absent.append(name)
+                if self.statistics is not None:
+                    self.statistics.forget(name)
                 continue
-            gradient = gradient.detach()
+            info = self._infos[name]
+            dense = described(_dense(gradient), info)
+            if self.statistics is not None:
+                self._add_small(job, "statistics", name, self.statistics.take(info, dense, scale, job.step))
+            elif job.recorded and self.sample.ids(info) is not None:
+                busy = by_expert(dense, info.expert_axis).ne(0).any(1)  # presence of experts that are not copied
+                self._add_small(job, "presence", name, busy)
+            if self.micro_norms is not None and job.recorded:
+                norms = self.micro_norms.take(info, job.micro_steps, dense, scale)
+                if norms is not None:
+                    self._add_small(job, "micro_norms", name, norms)
+
+    def _add_small(self, job: Job, stream: str, name: str, values: Tensor) -> None:
+        job.small.append((stream, name, self._transfer.small(values)))
+
+    def _copy(self, job: Job, optimizer: torch.optim.Optimizer, mine: Taken, scale: Tensor | None, first: bool) -> None:
+        streams = self.at.streams
+        hidden = getattr(optimizer, "grad_buffer", None)  # where history is not in `.grad` itself
+        if first and job.recorded:
+            state = initial_state([optimizer], {name: parameter for name, (parameter, _) in mine.items()})
+            job.tensors += [(stream, name, self._transfer.copy(value.detach())) for stream, name, value in state]
+        weighed = (first and job.recorded and self.at.weights != "none") or self.at.weighs(job.step)
+        for name, (parameter, gradient) in mine.items():
+            if weighed or ("weight" in streams and job.recorded):
+                self._add(job, "weight", name, parameter)
+            if gradient is None or not job.recorded:
+                continue
             if "gradient" in streams:
-                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                job.tensors.append(("gradient", name, transfer.copy(dense, self._dtype, scale)))
+                self._add(job, "gradient", name, _dense(gradient), self._dtype, scale)
             buffer = hidden(parameter) if callable(hidden) else parameter.grad
             if "grad_buffer" in streams and buffer is not None:
-                job.tensors.append(("grad_buffer", name, transfer.copy(buffer.detach(), self._dtype)))
-        for micro in job.micro_steps:
-            micro.to_host(transfer.small)
-        job.ready.append(transfer.end())
+                self._add(job, "grad_buffer", name, buffer, self._dtype)
+
+    def _add(
+        self,
+        job: Job,
+        stream: str,
+        name: str,
+        tensor: Tensor,
+        dtype: torch.dtype | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Copy the recorded experts of a tensor."""
+        info = self._infos[name]
+        ids, place = self.sample.ids(info), self.sample.place(info)
+        if ids is None or place is None:
+            job.tensors.append((stream, name, self._transfer.copy(tensor.detach(), dtype, scale)))
+            return
+        if place not in job.chosen:
+            job.chosen[place] = self._transfer.small(ids)
+        if info.expert_axis is None:
+            if not self.sample.leaves_out(info):
+                job.tensors.append((stream, name, self._transfer.copy(tensor.detach(), dtype, scale)))
+            return
+        whole = described(tensor.detach(), info)
+        copied = self._transfer.copy(whole, dtype, scale, select=(info.expert_axis, ids))
+        job.tensors.append((stream, name, copied))
+
+
+def described(tensor: Tensor, info: ParamInfo) -> Tensor:
+    """A parameter that holds its experts fused, [E * F, H], as the header describes it, [E, F, H]."""
+    fused = tensor.ndim == 2 and len(info.shape) == 3 and tensor.numel() == info.numel
+    return tensor.reshape(info.shape) if fused else tensor
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces import _tables
+from traces import _small, _tables
 from traces._files import is_locked
 from traces._rank import find_trace
 from traces._ranks import Ranks
@@ -248,12 +248,55 @@ class Trace:
         return _tables.scalars_frame(one.step(step) for step in one.steps)
 
     def statistics(self, param: str | None = None) -> pl.DataFrame:
-        """The stream `statistics` in long form: step, param, index, value."""
-        return _tables.long_frame(self._all.tensors_of("statistics", param))
+        """The stream `statistics`: one row per step, parameter and expert, unrecorded steps included.
+
+        Columns: step, param, layer, expert, elements; `sum_squares`, `nonfinite` and `zeros` of the gradient; of its
+        pair with the step before `dot`, `dot_squares`, `previous_squares`, `sign_flips`, `sign_support`; and what
+        follows: `grad_norm`, `grad_cos` (lag 1), `sign_flip_rate` (lag 1). Undefined values are null.
+        """
+        name = None if param is None else self.param(param).name
+        return _small.statistics_frame(self._small_tensors("statistics", name), self._params)
+
+    def micro_norms(self, param: str, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Squared norms of what each micro-step added to a gradient, and the tokens behind it, both float64 [M, E].
+
+        In the scale of the recorded gradient, NaN where unknown; None where the stream was not recorded.
+        """
+        self._record(step)
+        found = self._small_tensor("micro_norms", self.param(param).name, step)
+        return None if found is None else (found.data[0], found.data[1])
 
     def probe(self) -> pl.DataFrame:
-        """The stream `probe` (routing of a fixed batch) in long form: step, param, index, value."""
-        return _tables.long_frame(self._all.tensors_of("probe", None))
+        """The stream `probe`, routing of a fixed batch: step, layer, token, expert_0 .. expert_{K-1}.
+
+        The weights are those before the update of the step. -1 marks a slot that was not executed.
+        """
+        return _small.probe_frame(self._small_tensors("probe", None), self._layers)
+
+    def probe_steps(self) -> list[int]:
+        """Steps at which the probe batch was routed, increasing; the last lies one past the last optimizer step."""
+        return sorted({step for step, _, _ in self._all.keys_of("probe")})
+
+    def probe_step(self, step: int, layer: int) -> RoutingStep | None:
+        """What one layer did with the probe batch before the update of a step; None where it was not routed."""
+        info = self.layer(layer)
+        self._record(step)
+        raw = self._small_tensor("probe", str(layer), step)
+        return None if raw is None else _small.probe_routing(step, info, raw)
+
+    def _small_tensor(self, stream: str, name: str, step: int) -> RawTensor | None:
+        raw = self._all.raw(stream, name, step)
+        if raw is not None:
+            where = f"{self.path.name}: {stream} of {name!r} at step {step}"
+            tables = self._all.tables
+            _small.check_slot(stream, name, raw.dtype, raw.shape, tables, where)
+            _small.check_values(stream, name, raw.data, tables, where)
+        return raw
+
+    def _small_tensors(self, stream: str, name: str | None) -> Iterator[tuple[int, str, RawTensor]]:
+        for step, _, param in self._all.keys_of(stream):
+            if name in (None, param) and (raw := self._small_tensor(stream, param, step)) is not None:
+                yield step, param, raw
 
     # ---------------------------------------------------------------------------------------------------- views
 
@@ -261,9 +304,11 @@ class Trace:
         self,
         params: Iterable[str] | None = None,
         steps: Iterable[int] | None = None,
-        streams: Iterable[str] = ("gradient", "weight", "routing"),
+        streams: Iterable[str] = ("gradient", "weight", "routing", "micro_norms", "probe"),
     ) -> Iterator[StepView]:
         """StepViews in step order: in each step first one per MoE layer with routing, then one per parameter.
+
+        A layer's probe of the step comes with its routing, or in a view of its own where no routing was recorded.
 
         A parameter with nothing recorded in a step (presence not_recorded) is left out of it. Holds one step's routing
         and one tensor of each stream at a time.
@@ -276,12 +321,14 @@ class Trace:
     def _views_of(self, step: int, names: list[str], wanted: set[str]) -> Iterator[StepView]:
         scalars = self._record(step).scalars
         routed = {}
-        if "routing" in wanted:
-            for layer in self._layers:
-                routing = self.routing_step(step, layer)
-                if routing is not None:
-                    routed[layer] = routing.tokens_per_expert
-                    yield StepView(step=step, layer=layer, routing=routing, scalars=scalars)
+        probed = "probe" in wanted and "probe" in self.streams
+        for layer in self._layers:
+            routing = self.routing_step(step, layer) if "routing" in wanted else None
+            probe = self.probe_step(step, layer) if probed else None
+            if routing is not None:
+                routed[layer] = routing.tokens_per_expert
+            if routing is not None or probe is not None:
+                yield StepView(step=step, layer=layer, routing=routing, probe=probe, scalars=scalars)
         for name in names:
             info = self._params[name]
             presence = self.presence(name, step)
@@ -290,6 +337,7 @@ class Trace:
             if gradient is None and weight is None and not presence.any():
                 continue
             counts = routed.get(info.layer) if info.layer is not None and info.role == "routed_expert" else None
+            micro = self.micro_norms(name, step) if "micro_norms" in wanted else None
             yield StepView(
                 step=step,
                 param=info,
@@ -301,6 +349,8 @@ class Trace:
                 tokens_per_expert=counts,
                 experts=self.experts(name, step),
                 scalars=scalars,
+                micro_norms=None if micro is None else micro[0],
+                micro_tokens=None if micro is None else micro[1],
             )
 
     def verify(self) -> list[Finding]:

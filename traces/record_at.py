@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from traces import policy_sizes
 from traces._json import clip
 from traces.errors import GradreelError
-from traces.routing import id_dtype
-from traces.schema import DTYPES, LayerInfo
+from traces.schema import LayerInfo
 from traces.views import ROLES, STREAMS, ParamInfo
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
-_TENSOR_STREAMS = ("gradient", "grad_buffer")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MOST = 1 << 53  # what the header of a trace can hold
+WEIGHTS = ("ends", "bursts", "none")
 _BACKBONE = tuple(r for r in ROLES if r not in ("router", "router_bias", "routed_expert"))
 
 
@@ -58,10 +58,16 @@ class RecordAt:
       `period`, because temporal measures need neighbours; it excludes `every`.
     - `roles`: roles whose tensors are recorded; "backbone" stands for all but router, router_bias and routed_expert,
       "all" for every role. A router's bias follows its router.
-    - `streams`: names of `traces.views.STREAMS`; weights are always stored at the first recorded step and after the
-      last, naming "weight" stores them at every recorded step.
+    - `streams`: names of `traces.views.STREAMS`. "statistics" is recorded at every step, of every expert, whatever
+      else this policy leaves out. "weight" stores weights at every recorded step.
     - `experts`: "all"; a number n, for a sample of n per layer spread evenly over the load at the first recorded step
-      (busiest and idlest included); or a list of ids.
+      (busiest and idlest included); or a list of ids. `resample=True` draws the sample anew at each burst, which
+      follows a load that moves, and leaves experts that were recorded in one burst only.
+    - `weights`: when the recorded experts' weights are stored: "ends" (at the first recorded step and after the last),
+      "bursts" (also at the start and the end of each burst, so that a replay can check each by itself), or "none".
+    - `probe_every`: the probe batch (`Recorder(probe=...)`, stream "probe") is routed at step 1 and each so many steps.
+    - `pair_elements`: statistics compare a gradient with the one before it in at most so many elements of each expert,
+      evenly spaced; None for all. It bounds the memory for the step before (`Recorder.buffer_bytes`).
     - `dtype`: of recorded gradients and buffers; None keeps the native one.
     - `budget`: the size at which recording ends (training goes on), such as "10GiB"; None for no limit.
     """
@@ -73,10 +79,14 @@ class RecordAt:
     experts: str | int | tuple[int, ...] = "all"
     dtype: str | None = None
     budget: str | int | None = "10GiB"
+    weights: str = "ends"
+    resample: bool = False
+    probe_every: int = 100
+    pair_elements: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or not 1 <= self.every <= _MOST:
-            raise GradreelError(f"every is {clip(self.every)}, it must be a whole number of steps, 1 to 2^53")
+        for name, what in (("every", "steps"), ("probe_every", "steps"), ("pair_elements", "elements, or None")):
+            self._check_count(name, what)
         if self.bursts is not None:
             self._set("bursts", self._checked_bursts())
         self._set("roles", _names("role", self.roles, (*ROLES, "backbone", "all")))
@@ -88,6 +98,21 @@ class RecordAt:
             )
         if self.budget is not None:
             parse_bytes(self.budget)
+        if self.weights not in WEIGHTS:
+            raise GradreelError(f"weights is {clip(self.weights)}; choices: {', '.join(WEIGHTS)}")
+        if not isinstance(self.resample, bool):
+            raise GradreelError(f"resample is {clip(self.resample)}, it must be True or False")
+        if self.resample and (self.bursts is None or isinstance(self.experts, str | tuple)):
+            raise GradreelError(
+                "resample=True draws a sample at each burst: give bursts=(length, period) and experts=n"
+            )
+
+    def _check_count(self, name: str, what: str) -> None:
+        value = getattr(self, name)
+        if value is None and "None" in what:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise GradreelError(f"{name} is {clip(value)}, it must be a whole number of {what}, 1 to 2^53")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -133,6 +158,18 @@ class RecordAt:
             return (step - 1) % self.bursts[1] < self.bursts[0]
         return (step - 1) % self.every == 0
 
+    def starts_burst(self, step: int) -> bool:
+        """Whether a step is recorded and the one before it is not."""
+        return self.records(step) and not self.records(step - 1)
+
+    def weighs(self, step: int) -> bool:
+        """Whether the weights before a step are stored because a burst begins, or ended with the step before."""
+        return self.weights == "bursts" and self.records(step) != self.records(step - 1)
+
+    def probes(self, step: int) -> bool:
+        """Whether the probe batch is routed before the update of a step."""
+        return "probe" in self.streams and step >= 1 and (step - 1) % self.probe_every == 0
+
     def records_role(self, role: str) -> bool:
         """Whether tensors of a role are recorded."""
         if "all" in self.roles or role in self.roles:
@@ -158,10 +195,14 @@ class RecordAt:
         if not isinstance(self.experts, int) or self.experts >= num_experts:
             return None
         order = np.argsort(np.zeros(num_experts) if load is None else np.asarray(load), kind="stable")
-        places = np.linspace(0, num_experts - 1, self.experts).round().astype(np.int64)
+        return np.sort(order[self.places(num_experts)]).astype(np.int64)
+
+    def places(self, num_experts: int) -> np.ndarray:
+        """Ranks by load, idlest first, of the experts of a sample: at even distances, the busiest included; int64."""
+        assert isinstance(self.experts, int)
         if self.experts == 1:
-            places = np.array([num_experts - 1])
-        return np.sort(order[places]).astype(np.int64)
+            return np.array([num_experts - 1], np.int64)
+        return np.linspace(0, num_experts - 1, self.experts).round().astype(np.int64)
 
     # ------------------------------------------------------------------------------------------------------ size
 
@@ -172,71 +213,59 @@ class RecordAt:
         length, period = self.bursts
         return steps // period * length + min(steps % period, length)
 
-    def step_bytes(self, params: Iterable[ParamInfo], layers: Iterable[LayerInfo], tokens_per_step: int) -> int:
+    def step_bytes(
+        self, params: Iterable[ParamInfo], layers: Iterable[LayerInfo], tokens_per_step: int, micro_steps: int = 1
+    ) -> int:
         """Bytes of one recorded step: tensors in full, routing as if it did not compress."""
-        total = 0
-        for param in self._kept(params):
-            width = DTYPES[self.dtype or param.dtype][1].itemsize
-            count = self._elements(param)
-            total += sum(count * width for stream in _TENSOR_STREAMS if stream in self.streams)
-            total += param.numel * DTYPES[param.dtype][1].itemsize if "weight" in self.streams else 0
-        for layer in layers:
-            id_bytes = id_dtype(layer.num_experts).itemsize
-            total += tokens_per_step * layer.top_k * id_bytes if "routing" in self.streams else 0
-            total += tokens_per_step * layer.top_k * 4 if "scores" in self.streams else 0
-            total += tokens_per_step * layer.num_experts * 4 if "logits" in self.streams else 0
-        return total + 1024  # its record in the seal, and keys
+        params = list(params)
+        recorded = policy_sizes.recorded_step(self, params, layers, tokens_per_step, micro_steps)
+        return recorded + policy_sizes.every_step(self, params)
 
     def snapshot_bytes(self, params: Iterable[ParamInfo]) -> int:
         """Bytes of one snapshot of the recorded parameters' weights."""
-        return sum(p.numel * DTYPES[p.dtype][1].itemsize for p in self._kept(params))
+        return policy_sizes.snapshot(self, params)
 
     def estimate(
-        self, params: Iterable[ParamInfo], layers: Iterable[LayerInfo], tokens_per_step: int, steps: int = 1
+        self,
+        params: Iterable[ParamInfo],
+        layers: Iterable[LayerInfo],
+        tokens_per_step: int,
+        steps: int = 1,
+        *,
+        micro_steps: int = 1,
+        probe_tokens: int = 0,
     ) -> int:
-        """Bytes of a trace over the first `steps` optimizer steps, both weight snapshots included."""
+        """Bytes of a trace over the first `steps` optimizer steps, weight snapshots included."""
         params, layers = list(params), list(layers)
         count = self.recorded_count(steps)
-        return count * self.step_bytes(params, layers, tokens_per_step) + 2 * self.snapshot_bytes(params) + 200 * steps
+        total = count * policy_sizes.recorded_step(self, params, layers, tokens_per_step, micro_steps)
+        total += steps * (policy_sizes.SCALAR_BYTES + policy_sizes.every_step(self, params))
+        total += policy_sizes.snapshots(self, steps) * policy_sizes.snapshot(self, params)
+        if "probe" in self.streams:
+            total += (1 - -steps // self.probe_every) * policy_sizes.probe(layers, probe_tokens)
+        return total
 
     def check_budget(self, params: Iterable[ParamInfo], layers: Iterable[LayerInfo], tokens_per_step: int) -> None:
-        """Refuse a budget in which not even one step fits beside both weight snapshots."""
+        """Refuse a budget in which not even one step fits beside the first and the last weight snapshot."""
         params = list(params)
         needed, budget = self.estimate(params, layers, tokens_per_step), self.budget_bytes
         if budget is not None and needed > budget:
             raise GradreelError(
-                f"budget {self.budget!r} is too small: one step and two weight snapshots need {format_bytes(needed)}; "
-                "raise it, or record fewer roles, experts=8, or dtype='bfloat16'"
+                f"budget {self.budget!r} is too small: one step and its weight snapshots need {format_bytes(needed)}; "
+                "raise it, or record fewer roles, experts=8, dtype='bfloat16', or weights='none'"
             )
-
-    def _kept(self, params: Iterable[ParamInfo]) -> Iterable[ParamInfo]:
-        return (p for p in params if p.tied_to is None and self.records_role(p.role))
-
-    def _elements(self, param: ParamInfo) -> int:
-        total = param.shape[param.expert_axis] if param.expert_axis is not None else 0
-        if not total or self.experts == "all" or param.role != "routed_expert":
-            return param.numel
-        kept = len(self.experts) if isinstance(self.experts, tuple) else int(self.experts)
-        return param.numel // total * min(kept, total)
 
     # ------------------------------------------------------------------------------------------------------ JSON
 
     def to_json(self) -> dict[str, Any]:
         """The value as JSON, for the header."""
-        return {
-            "every": self.every,
-            "bursts": None if self.bursts is None else list(self.bursts),
-            "roles": list(self.roles),
-            "streams": list(self.streams),
-            "experts": list(self.experts) if isinstance(self.experts, tuple) else self.experts,
-            "dtype": self.dtype,
-            "budget": self.budget,
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RecordAt:
-        """Undo `to_json`; unknown fields raise `GradreelError`."""
-        names = {"every", "bursts", "roles", "streams", "experts", "dtype", "budget"}
+        """Undo `to_json`; unknown fields raise `GradreelError`, those that an older trace lacks take their default."""
+        names = {f.name for f in fields(cls)}
         if unknown := set(value) - names:
             raise GradreelError(
                 f"record policy: unknown field {sorted(unknown)[0]!r}; known are {', '.join(sorted(names))}"

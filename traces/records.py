@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from traces.expert_sample import Place
 from traces.hooks import MicroStep, given_rows
 from traces.layouts import MoELayer
 from traces.record_at import RecordAt
 from traces.schema import RawTensor, RoutingRecord, StepRecord
+from traces.small_streams import SmallStreams
 from traces.spool import BufferPool, presence_codes, raw_tensor
 from traces.views import NONE, ParamInfo, RoutingStep
 
@@ -55,7 +57,7 @@ class Assembler:
         self, infos: Mapping[str, ParamInfo], layers: Sequence[MoELayer], pool: BufferPool, at: RecordAt
     ) -> None:
         self._infos, self._layers, self._pool, self._at = infos, list(layers), pool, at
-        self._sizes = {layer.layer: layer.num_experts for layer in layers}
+        self._sizes = {layer.layer: layer.num_experts - layer.zero_experts for layer in layers}
         self._small = SmallStreams(infos, layers)
         self.misfits: list[int] = []  # steps whose attention mask has another number of tokens than was routed
         self.misrouted: list[int] = []  # steps in which listed experts were given other tokens than the ids say
@@ -76,9 +78,10 @@ class Assembler:
         record.scalars["tokens"] = count_tokens(job.micro_steps, self._layers)
         if skipped:
             return record
+        known = {name for stream, name, _ in job.small if stream in ("statistics", "presence")}
         for stream, name, raw in raws:
             record.tensors[stream, name] = raw
-            if stream == "gradient":
+            if stream == "gradient" and name not in known:
                 record.presence[name] = self._presence(name, raw)
         for name in job.absent:
             width = self._infos[name].num_experts if self._infos[name].expert_axis is not None else None
@@ -96,8 +99,10 @@ class Assembler:
         if wrong:  # rather no ids than ids that were not executed
             record.routing = [routing for routing in record.routing if routing.layer not in wrong]
             self.misrouted.append(job.step)
-        if self._at.experts != "all" and record.recorded:
-            self._thin(record)
+        self._small.add(job, record, record.routing, tokens_of_each(job.micro_steps, self._layers))
+        if job.probe is not None:
+            self._small.add_probe(record, routing_records([job.probe], self._layers))
+        self._thin(record, job)
         return record
 
     def _presence(self, name: str, raw: RawTensor) -> np.ndarray:
@@ -107,38 +112,25 @@ class Assembler:
             data = np.moveaxis(data, info.expert_axis, 0)
         return presence_codes(data, raw.dtype, info.num_experts if info.expert_axis is not None else None)
 
-    def _thin(self, record: StepRecord) -> None:
-        """Keep the chosen experts of each layer only."""
-        loads = {layer.layer: tokens_per_expert(record.routing, layer) for layer in self._layers}
-        for (stream, name), raw in list(record.tensors.items()):
-            info = self._infos[name]
-            if stream not in ("gradient", "grad_buffer"):
+    def _thin(self, record: StepRecord, job: Job) -> None:
+        """Say which experts a stack was cut to, and drop the left-out experts of a list."""
+        if not job.chosen:
+            return
+        chosen = {place: ids.numpy() for place, ids in job.chosen.items()}
+        for stream, name in list(record.tensors):
+            info = self._infos.get(name)
+            if info is None or info.role != "routed_expert" or stream not in ("gradient", "grad_buffer", "weight"):
                 continue
-            ids = self._ids_of(info, loads)
-            if ids is not None and info.expert is not None:
-                if info.expert not in ids:  # of a list of experts: recorded whole, or not at all
-                    del record.tensors[stream, name]
+            if info.expert_axis is not None:
+                ids = chosen.get((info.layer, info.shape[info.expert_axis]))
+                if ids is not None:
+                    record.experts[name] = ids
+                continue
+            ids = chosen.get((info.layer, self._sizes.get(-1 if info.layer is None else info.layer, 0)))
+            if ids is not None and info.expert not in ids:  # recorded whole, or not at all
+                del record.tensors[stream, name]
+                if ("statistics", name) not in record.tensors:
                     record.presence.pop(name, None)
-            elif ids is not None:
-                assert info.expert_axis is not None
-                kept = np.ascontiguousarray(np.take(raw.data, ids, axis=info.expert_axis))
-                record.tensors[stream, name] = RawTensor(raw.dtype, tuple(kept.shape), kept)
-                record.experts[name] = ids
-
-    def _ids_of(self, info: ParamInfo, loads: Mapping[int, np.ndarray]) -> np.ndarray | None:
-        """The chosen experts of a parameter's layer; None for all, and for a parameter of no expert."""
-        count = (
-            info.num_experts
-            if info.expert_axis is not None
-            else self._sizes.get(-1 if info.layer is None else info.layer)
-        )
-        if count is None or (info.expert_axis is None and info.expert is None):
-            return None
-        key = (info.layer, count)
-        if key not in self._chosen:
-            load = loads.get(info.layer) if info.layer is not None else None
-            self._chosen[key] = self._at.choose_experts(count, load)
-        return self._chosen[key]
 
 
 def described_shape(tensor: Tensor, info: ParamInfo) -> tuple[int, ...]:
@@ -205,10 +197,15 @@ def routing_step(step: int, routing: Sequence[RoutingRecord], layer: MoELayer) -
     )
 
 
+def tokens_of_each(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> list[int]:
+    """Tokens of each micro-step that are not padding, at the first MoE layer."""
+    masks = [(micro, micro.mask_of(layers[0])) for micro in micro_steps]
+    return [micro.tokens if mask is None else int(mask.sum()) for micro, mask in masks]
+
+
 def count_tokens(micro_steps: Iterable[MicroStep], layers: Sequence[MoELayer]) -> int | None:
     """Tokens of a step that are not padding, at the first MoE layer; None where no forward was seen."""
-    masks = [(micro, micro.mask_of(layers[0])) for micro in micro_steps]
-    counts = [micro.tokens if mask is None else int(mask.sum()) for micro, mask in masks]
+    counts = tokens_of_each(micro_steps, layers)
     return sum(counts) if counts else None
 
 

@@ -18,7 +18,7 @@ from traces._json import MAX_NAME, Fields, clip, decode_value, encode_value, int
 from traces.errors import TraceError
 from traces.views import ROLES, ParamInfo
 
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
 MAX_HEADER_BYTES = 64 << 20
 MAX_PARAMS = 1_000_000
 MAX_EXPERTS = 1 << 20

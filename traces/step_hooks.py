@@ -20,7 +20,8 @@ class StepHooks:
     """Watch the optimizers that hold any of `parameters` (those to record, by name).
 
     `on_gradients(optimizer)` is called when the gradients of a step are complete and nothing is updated yet;
-    `in_closure(True)` and `in_closure(False)` bracket what a closure computes after that.
+    `in_closure(True)` and `in_closure(False)` bracket what a closure computes after that. An optimizer that steps
+    parameters of a watched one takes its place, which `on_switch(old, new)` is told with both class names.
     """
 
     def __init__(
@@ -29,13 +30,15 @@ class StepHooks:
         optimizer: Any,
         on_gradients: Callable[[torch.optim.Optimizer], None],
         in_closure: Callable[[bool], None],
+        on_switch: Callable[[str, str], None] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._on_gradients, self._in_closure = on_gradients, in_closure
+        self._on_gradients, self._in_closure, self._on_switch = on_gradients, in_closure, on_switch
         self.given = optimizer is not None
         self.optimizers: list[torch.optim.Optimizer] = []  # kept alive, so that an id is never used again
-        self._handles: list[Any] = []
+        self._handles: list[tuple[torch.optim.Optimizer | None, Any]] = []
+        self._retired: list[torch.optim.Optimizer] = []  # kept alive for the same reason
         self._inside: set[int] = set()
         if self.given:
             self.optimizers = _as_optimizers(optimizer)
@@ -48,14 +51,13 @@ class StepHooks:
 
     def install(self) -> None:
         """Add the hooks."""
-        if not self.given:
-            self._handles.append(register_optimizer_step_pre_hook(self._find))
+        self._handles.append((None, register_optimizer_step_pre_hook(self._find)))
         for optimizer in self.optimizers:
             self._attach(optimizer)
 
     def remove(self) -> None:
         """Take them away; not from inside one of them."""
-        for handle in self._handles:
+        for _, handle in self._handles:
             handle.remove()
         self._handles = []
 
@@ -75,16 +77,33 @@ class StepHooks:
         return sum(len(self.parameters_of(one)) for one in seen) >= len(self.parameters)
 
     def _find(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is known for known in self.optimizers) and self.parameters_of(optimizer):
-            self.optimizers.append(optimizer)
-            self._attach(optimizer)  # torch runs an optimizer's own hooks after the process-wide ones: in this step too
+        if self._inside or any(optimizer is known for known in self.optimizers):
+            return  # what steps inside a watched optimizer's step is a part of it
+        mine = set(self.parameters_of(optimizer))
+        old = [known for known in self.optimizers if mine & set(self.parameters_of(known))]
+        if not mine or (self.given and not old):
+            return
+        for known in old:
+            self._retire(known)
+        self.optimizers.append(optimizer)
+        self._attach(optimizer)  # torch runs an optimizer's own hooks after the process-wide ones: in this step too
+        if old and self._on_switch is not None:
+            self._on_switch(", ".join(type(known).__name__ for known in old), type(optimizer).__name__)
+
+    def _retire(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers = [one for one in self.optimizers if one is not optimizer]
+        self._retired.append(optimizer)
+        for owner, handle in self._handles:
+            if owner is optimizer:
+                handle.remove()
+        self._handles = [pair for pair in self._handles if pair[0] is not optimizer]
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         track = getattr(optimizer, "track_fresh_gradients", None)
         if callable(track):
             track()  # momentum hidden in `.grad` keeps the step's own gradient only on request
-        self._handles.append(optimizer.register_step_pre_hook(self._before))
-        self._handles.append(optimizer.register_step_post_hook(self._after))
+        self._handles.append((optimizer, optimizer.register_step_pre_hook(self._before)))
+        self._handles.append((optimizer, optimizer.register_step_post_hook(self._after)))
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

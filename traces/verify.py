@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from traces import _small
 from traces._copies import COPIES
 from traces._files import short
 from traces._json import clip
@@ -177,6 +178,10 @@ def _check_file(rank: RankFolder, seal: SealSummary, name: str, header: Header) 
 
 def _check_slot(chunk: ChunkFile, key: Key, slot: Slot, rank: RankFolder) -> None:
     step, stream, name = key
+    if stream in _small.SMALL:
+        where = f"{chunk.where}: {stream} of {clip(name)} at step {step}"
+        _small.check_slot(stream, name, slot.dtype, slot.shape, rank.tables, where)
+        _small.check_values(stream, name, chunk.read(slot), rank.tables, where)
     if stream not in ("gradient", "grad_buffer", "weight"):
         return
     param = rank.tables.params.get(name)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from traces import _small
 from traces._files import short, sync_folder, take_lock, write_file
 from traces._json import MAX_NAME, clip, dump_signed, encode_value, text
 from traces._store import StorePath, as_place, names_in
@@ -236,6 +237,9 @@ class TraceWriter:
                 param = self._param(name, where)
                 if stream in _PARAM_STREAMS:
                     _check_shape(tensor, param, self._placements.get(name), record.experts.get(name), where)
+            if stream in _small.SMALL:
+                _small.check_slot(stream, name, tensor.dtype, tuple(tensor.shape), self._tables, where)
+                _small.check_values(stream, name, tensor.data, self._tables, where)
             tensors[stream, name] = check_tensor(tensor, where)
             size += tensor.data.nbytes
         for name, codes in record.presence.items():

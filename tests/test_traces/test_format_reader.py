@@ -217,13 +217,6 @@ def test_scores_and_logits(tmp_path: Path) -> None:
     assert trace.verify() == []
 
 
-def test_statistics_in_long_form(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "x", Header(streams=("statistics",))) as writer:
-        writer.append(StepRecord(4, {("statistics", "norms"): raw(np.array([1.0, 2.0]))}))
-    frame = open_trace(tmp_path / "x").statistics()
-    assert frame.rows() == [(4, "norms", 0, 1.0), (4, "norms", 1, 2.0)]
-
-
 def test_the_learning_rate_is_found_by_group(tmp_path: Path) -> None:
     infos = (ParamInfo("a", "router", (1,)), ParamInfo("b", "norm", (1,)), ParamInfo("c", "norm", (1,)))
     run = {"groups": [{"params": ["a"]}, {"params": ["b"]}]}

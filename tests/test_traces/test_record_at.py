@@ -150,5 +150,5 @@ def test_estimate_counts_what_is_recorded() -> None:
 
 def test_a_budget_too_small_for_one_step_says_what_to_do() -> None:
     RecordAt(budget="1MiB").check_budget(PARAMS, LAYERS, 100)
-    with pytest.raises(GradreelError, match="too small: one step and two weight snapshots need"):
+    with pytest.raises(GradreelError, match="too small: one step and its weight snapshots need"):
         RecordAt(budget="1KiB").check_budget(PARAMS, LAYERS, 100)

@@ -371,7 +371,7 @@ def test_mistakes_are_told_before_training(tmp_path: Path, make_model, parts) ->
         Recorder(tmp_path / "a", model, optimizer, at=RecordAt(budget="1KB"))
     with pytest.raises(GradreelError, match=r"on_step=f"):
         Recorder(None, model, optimizer)
-    with pytest.raises(GradreelError, match=r"stream 'probe' cannot be recorded yet"):
+    with pytest.raises(GradreelError, match=r"stream 'probe' needs a batch"):
         Recorder(tmp_path / "a", model, optimizer, at=RecordAt(streams=("probe",)))
     with pytest.raises(GradreelError, match=r"is a dict, not a torch\.optim\.Optimizer"):
         Recorder(tmp_path / "a", model, {})
