@@ -25,6 +25,8 @@ def refusal(op: str, backend: str, x: Tensor, built: tuple[str, ...]) -> str | N
     if backend == "cpu":
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}; the cpu backend reads CPU memory"
+        if hasattr(x, "fake_mode"):
+            return "the tensor is a fake one, as memory plans use; the cpu backend reads CPU memory"
         if dtype not in _FUSED_DTYPES:
             return f"the tensor is {dtype}; the cpu backend takes {', '.join(_FUSED_DTYPES)}"
         if importlib.util.find_spec("numba") is None:

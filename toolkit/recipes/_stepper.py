@@ -146,15 +146,15 @@ class Stepper:
         self._check(weight, gradient)
         if not gradient.numel():  # a rank that holds no expert, for instance
             return torch.zeros_like(gradient, dtype=compute_dtype(self.info)) if want_update else None
-        w, x = self.layout.canonical(weight), self.layout.canonical(gradient).to(compute_dtype(self.info))
+        w, x, wide = self.layout.canonical(weight), self.layout.canonical(gradient), compute_dtype(self.info)
         touched, busy = presence_masks(presence, self.layout.experts, self.info.name)
         chosen = self._choose(touched, busy)
         if chosen is not None and not bool(chosen.any()):
-            return torch.zeros_like(self.layout.restore(x)) if want_update else None
+            return torch.zeros_like(self.layout.restore(x), dtype=wide) if want_update else None
         moving = busy if self.idle == "decay" and self.is_expert else None
         tokens = self._tokens(tokens_per_expert)
         count = self._advance(chosen)
-        full = torch.zeros_like(x) if want_update else None
+        full = torch.zeros_like(x, dtype=wide) if want_update else None
         for part in self._parts(chosen, x):
             rows = isinstance(part, slice) and not self.layout.expert_stacked
             piece = take(w, part)
@@ -169,7 +169,8 @@ class Stepper:
                 gradient_in_buffer=gradient_in_buffer,
             )
             moves = None if moving is None else take(moving, part, not rows)
-            update = self._run(take(x, part), slots, ctx, moves, want_update)
+            # Widened part by part: a whole stack in float32 would be as large as the rest of a step.
+            update = self._run(take(x, part).to(wide), slots, ctx, moves, want_update)
             if isinstance(part, Tensor):
                 put(w, part, piece)
                 for key, tensor in slots.items():
