@@ -111,7 +111,10 @@ def replay(
     ] = None,
     plugin: PluginOption = None,
 ) -> None:
-    """Replay a trace through recipes and measure their updates (open-loop: it compares updates, not losses)."""
+    """Replay a trace through recipes and measure their updates (open-loop: it compares updates, not losses).
+
+    A trace without gradients, an imported log for instance, has its routing measured: no recipe is needed.
+    """
     _load_plugins(plugin)
     from toolkit.replay import replay as run_replay
     from toolkit.replay import selfcheck
@@ -125,7 +128,7 @@ def replay(
     chosen = list(metric) if metric else _default_metrics(opened)
     result = run_replay(
         opened,
-        list(recipe or DEFAULT_RECIPES),
+        _recipes(recipe, opened),
         chosen,
         lags=list(lag) if lag else None,
         per_expert=_per_expert(per_expert, chosen),
@@ -208,7 +211,7 @@ def report(
         opened, file = _open(source), _default_out(source, "replay")
         chosen = _default_metrics(opened)
         options: dict[str, Any] = {"gaps": gaps, "per_expert": _per_expert(None, chosen), "out": file}
-        run_replay(opened, list(recipe or DEFAULT_RECIPES), chosen, **options)
+        run_replay(opened, _recipes(recipe, opened), chosen, **options)
         say(f"replayed into {file}")
     elif isinstance(source, StorePath):
         raise GradreelError(f"{str(source)!r} is no trace; a frame is read from this machine, copy it here")
@@ -376,10 +379,19 @@ def _trace_name(provenance: dict[str, Any], file: Path) -> str:
     return Path(str(recorded.get("path", file))).name if recorded else file.name
 
 
+def _recipes(named: list[str] | None, trace: Any) -> list[str]:
+    """The recipes named, else the usual ones; none for a trace without gradients, of which routing is measured."""
+    return list(named or (DEFAULT_RECIPES if "gradient" in trace.streams else ()))
+
+
 def _default_metrics(trace: Any) -> list[str]:
     """The default metrics that exist and whose streams this trace has."""
     from toolkit.metrics import METRICS, TRACE_NEEDS
 
+    if "gradient" not in trace.streams:
+        from toolkit.replay import routing_metrics
+
+        return routing_metrics(trace)
     streams = {*trace.streams, "presence"}
     known = set(METRICS.names())
     chosen = [METRICS.get(name) for name in DEFAULT_METRICS if name in known]

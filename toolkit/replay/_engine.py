@@ -6,7 +6,7 @@ Replay is open-loop: it compares updates, not losses.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from toolkit.metrics import Metric
 from toolkit.metrics._engine import MetricEngine
 from toolkit.replay._plan import MEMORY_BYTES, Plan, check_device, make_plan
 from toolkit.replay._provenance import machine, provenance_of
+from toolkit.replay._routing_only import measure_routing
 from toolkit.replay._source import Described, Source, check_parameters
 from toolkit.replay._walk import Moment, Outcome, Track, Walk, Want
 from traces.console import progress_bar
@@ -77,8 +78,8 @@ def replay(
 
     Replay is open-loop: it compares updates, not losses.
 
-    `recipes`: a name (`"mesh+sign_only"`), a Recipe, a list of either, or {label: either}. All run in one pass: a
-    gradient is read once. Each recipe moves its own copy of the weights recorded at the first step. The first recipe is
+    `recipes`: a name (`"mesh+sign_only"`), a Recipe, a list of either, or {label: either}. None or an empty list
+    measures routing alone, for which no gradients are needed. All run in one pass: a gradient is read once. Each recipe moves its own copy of the weights recorded at the first step. The first recipe is
     the reference of `cos_to_reference`, `drift_from_reference` and `match`.
     `metrics`: names or Metric objects; None means all that the trace can supply.
     `lr`: per recipe, by label, a base rate (default: the recipe's own), `"recorded"`, or a function of the step. A base
@@ -101,6 +102,10 @@ def replay(
     source = Source.of(trace)
     if expect is not None:
         check_parameters(source.trace.header.params, expect)
+    if recipes is None or (isinstance(recipes, Sized) and not recipes):
+        return measure_routing(
+            source, metrics, lags=lags, per_expert=per_expert, steps=steps, out=out, progress=progress, seed=seed
+        )
     draft = make_plan(
         source,
         recipes,
