@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.replay._compare import compare
     from toolkit.replay._engine import ReplayResult, replay
+    from toolkit.replay._routing_only import routing_metrics
     from toolkit.replay._selfcheck import SelfCheck, selfcheck
     from toolkit.replay._source import check_parameters
 
@@ -19,9 +20,10 @@ _PLACES = {
     "check_parameters": "toolkit.replay._source",
     "compare": "toolkit.replay._compare",
     "replay": "toolkit.replay._engine",
+    "routing_metrics": "toolkit.replay._routing_only",
     "selfcheck": "toolkit.replay._selfcheck",
 }
-__all__ = ["ReplayResult", "SelfCheck", "check_parameters", "compare", "replay", "selfcheck"]
+__all__ = ["ReplayResult", "SelfCheck", "check_parameters", "compare", "replay", "routing_metrics", "selfcheck"]
 
 
 def __getattr__(name: str) -> Any:
