@@ -234,7 +234,7 @@ class Experts(nn.Module):
     def _loop(self, slots: Tensor, counts: list[int]) -> Tensor:
         """`slots` [T*K, D] sorted by expert, `counts` of each -> [T*K, D], each passed through its expert."""
         # Unbinding once costs one stack in backward; indexing expert by expert would cost E full-size gradients.
-        per_expert = zip(slots.split(counts.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        per_expert = zip(slots.split(counts), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         parts = []
         for mine, gate_up, down in per_expert:
             gate, up = F.linear(mine, gate_up).chunk(2, dim=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.memory._account import account
+from toolkit.memory._account import account, account_slots
 from toolkit.memory._plan import MemoryPlan, plan_memory
 from toolkit.memory._settings import Parallel, Precision, Run
 from toolkit.memory._shapes import (
@@ -22,6 +22,7 @@ __all__ = [
     "Precision",
     "Run",
     "account",
+    "account_slots",
     "architecture",
     "build_on_meta",
     "model_names",

@@ -36,6 +36,21 @@ def account(recipe: Recipe, params: Iterable[ParamInfo]) -> list[dict[str, Any]]
     return [rows[role] for role in sorted(rows)]
 
 
+def account_slots(recipe: Recipe, params: Iterable[ParamInfo]) -> dict[tuple[str, str], int]:
+    """Bytes by (role, name of the slot), step counters left out; tied parameters count once."""
+    from toolkit.recipes._layout import Layout
+    from toolkit.recipes._stepper import slot_dtype
+
+    found: dict[tuple[str, str], int] = {}
+    for info in params:
+        if info.tied_to is None:
+            shape = Layout(info).canonical_shape
+            for _, slot in recipe.chain_for(info).slots():
+                count = _count(slot.shape(shape)) * slot_dtype(slot, info).itemsize
+                found[info.role, slot.name] = found.get((info.role, slot.name), 0) + count
+    return found
+
+
 def _count(shape: tuple[int, ...]) -> int:
     count = 1
     for size in shape:

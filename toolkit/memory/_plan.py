@@ -21,6 +21,7 @@ from toolkit.memory._activations import Activations, activations
 from toolkit.memory._ranks import Held, check_degrees, first_of, held_by_rank, kinds_of, stages_of
 from toolkit.memory._settings import Parallel, Precision, Run
 from toolkit.memory._shapes import ITEMSIZE, Architecture, architecture
+from toolkit.memory._step_peak import step_peak
 from toolkit.memory._units import GB, GIB
 from toolkit.recipes import Recipe
 from traces.errors import GradreelError
@@ -314,13 +315,7 @@ class Planner:
         params = [replace(h.stepped, dtype=precision.master or h.stepped.dtype) for h in held if not h.frozen]
         if not params:
             return 0
-        try:
-            from toolkit.memory._step_peak import step_peak
-
-            peak = step_peak(recipe, params, original=run.step == "original").bytes
-        except ImportError:
-            largest = max(p.numel for p in params if p.expert_axis is None)
-            peak = int(recipe.temporaries[run.step] * 4 * largest)
+        peak = step_peak(recipe, params, original=run.step == "original").bytes
         whole = max((h.stepped.numel * 2 * ITEMSIZE[h.stepped.dtype] for h in held if h.gathered), default=0)
         return peak + whole
 
