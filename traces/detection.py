@@ -93,7 +93,7 @@ def find_router(
     for _ in range(3):  # experts may sit one wrapper deeper than their router
         parent = modules.get(level)
         if parent is not None:
-            child = _router_child(parent, num_experts, skip)
+            child = _router_child(parent, num_experts, skip, deep=level == block_name)
             if child is not None:
                 return (f"{level}.{child}" if level else child), getattr(parent, child)
         if not level:
@@ -162,10 +162,13 @@ def _fits(router: nn.Module, num_experts: int) -> bool:
     return any(p.ndim <= 2 and p.shape[:1] == (num_experts,) for p in router.parameters())
 
 
-def _router_child(parent: nn.Module, num_experts: int, skip: Iterable[nn.Module]) -> str | None:
-    """Name of the child of `parent` that looks like the router over `num_experts`, or None."""
+def _router_child(parent: nn.Module, num_experts: int, skip: Iterable[nn.Module], *, deep: bool = False) -> str | None:
+    """Name of the child of `parent` that looks like the router over `num_experts`, or None.
+
+    By name or class, else a linear layer with E outputs; with `deep` also a module whose last one has E outputs.
+    """
     skipped = {id(module) for module in skip}
-    named, shaped = None, None
+    named, shaped, ending = None, None, None
     for name, child in parent.named_children():
         if id(child) in skipped or name in SHARED_NAMES or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             continue
@@ -175,7 +178,10 @@ def _router_child(parent: nn.Module, num_experts: int, skip: Iterable[nn.Module]
             named = name
         if isinstance(child, nn.Linear) and child.out_features == num_experts and shaped is None:
             shaped = name
-    return named or shaped
+        linear = [module for module in child.modules() if isinstance(module, nn.Linear)]
+        if deep and linear and linear[-1].out_features == num_experts and ending is None:
+            ending = name
+    return named or shaped or ending
 
 
 def _grouped(found: Mapping[str, tuple[int, int, bool]], modules: Mapping[str, nn.Module]) -> list[Found]:

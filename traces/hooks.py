@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from traces.errors import GradreelError
 from traces.executed_ids import Capture, flatten, read_experts_call, read_router_output, topk_lowest_first
-from traces.layouts import MoELayer
+from traces.layouts import MoELayer, check_visible
 
 
 class MicroStep:
@@ -88,6 +88,7 @@ class ForwardWatch:
     ) -> None:
         self.root = _innermost(model)
         self.layers = list(layers)
+        check_visible(self.layers)
         self.keep_scores, self.keep_logits = "scores" in streams, "logits" in streams
         self.capturing = True
         self.frozen = False
@@ -123,7 +124,7 @@ class ForwardWatch:
                     torch.compiler.disable(self._router_hook(layer, first)), with_kwargs=True
                 )
                 self._router_handles[layer.layer] = handle
-            if layer.is_list:
+            if layer.is_list and layer.global_expert_ids is None:  # else others send rows to these experts too
                 for index, expert in enumerate(layer.experts.children()):
                     counter = torch.compiler.disable(self._row_hook(layer, index))
                     add(expert.register_forward_pre_hook(counter, with_kwargs=True))
@@ -241,6 +242,8 @@ class ForwardWatch:
                     capture.extra["rebuilt"] = True
                 kept = _kept(capture, dtype, keep_scores) if capture.topk_expert_ids is not None else Capture()
                 kept.extra = capture.extra
+                if not layer.top_k and layer.is_list and capture.topk_expert_ids is None and capture.logits is not None:
+                    kept.extra["unranked"] = capture.logits.detach().reshape(-1, layer.num_experts).clone()
                 if self.keep_logits and capture.logits is not None:
                     logits = capture.logits.detach().reshape(-1, layer.num_experts)
                     kept.logits = logits.to(torch.float32, copy=True)
@@ -307,15 +310,38 @@ def check_micro_steps(watch: ForwardWatch, micro_steps: Sequence[MicroStep]) -> 
             "model is compiled, enter the Recorder before its first call; forwards in eval mode or under no_grad "
             "do not count"
         )
+    for layer in watch.layers:
+        _find_top_k(layer, micro_steps)
     for micro in micro_steps:
         for layer in watch.layers:
             _check_layer(layer, micro)
+
+
+def _find_top_k(layer: MoELayer, micro_steps: Sequence[MicroStep]) -> None:
+    """Of listed experts whose K nobody states: as many rows as they were given in all, per token."""
+    routed = [(micro, micro.by_router[layer.layer]) for micro in micro_steps if layer.layer in micro.by_router]
+    routed = [(micro, capture) for micro, capture in routed if "unranked" in capture.extra]
+    tokens = sum(len(capture.extra["unranked"]) for _, capture in routed)
+    given = sum(sum(micro.rows_by_expert.get(layer.layer, {}).values()) for micro, _ in routed)
+    if tokens and given and given % tokens == 0 and given // tokens <= layer.num_experts:
+        layer.top_k = given // tokens
+        for _, capture in routed:
+            ids = topk_lowest_first(capture.extra.pop("unranked"), layer.top_k)
+            capture.topk_expert_ids, capture.extra["rebuilt"] = ids.to(_narrow(layer.num_experts)), True
 
 
 def _check_layer(layer: MoELayer, micro: MicroStep) -> None:
     capture = micro.capture(layer)
     if capture is None or capture.topk_expert_ids is None:
         heard = "the router gave no expert ids" if layer.layer in micro.by_router else "its hooks stayed silent"
+        if layer.router is None and layer.read_at is None and layer.is_list:
+            heard = "no router module was found beside it"
+        unranked = micro.by_router[layer.layer].extra.get("unranked") if layer.layer in micro.by_router else None
+        if unranked is not None:
+            rows = sum(micro.rows_by_expert.get(layer.layer, {}).values())
+            heard = (
+                f"the experts were given {rows} tokens for {len(unranked)}, which is no top K of the router's logits,"
+            )
         raise GradreelError(
             f"module {layer.experts_name!r}: {heard} in a training forward; if the model is compiled, enter the "
             "Recorder before its first call; else declare how ids are read, "

@@ -35,7 +35,8 @@ class Layout:
     2-D weights [E * F, H] hold the experts one after another. `zero_experts` of the `num_experts` ids, the last ones,
     have no weights. `read(module, args, kwargs, output)` is called after the router and returns (topk_expert_ids
     [T, K] with -1 where a slot was not executed, topk_scores [T, K] or None, router_logits [T, E] or None); `router`
-    may be any module for it, also the one that holds the experts.
+    may be any module for it, also the one that holds the experts. Under expert parallelism `global_expert_ids` are the
+    ids of the experts that this process holds, in the order of its weights, out of `num_experts` in the whole run.
     """
 
     experts: str
@@ -46,6 +47,7 @@ class Layout:
     fused: bool = False
     zero_experts: int = 0
     read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] | None = None
+    global_expert_ids: Collection[int] | None = None
 
 
 @dataclass
@@ -71,6 +73,14 @@ class MoELayer:
     transposed: bool | Collection[str] | None = None
     read: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] | None = None
     read_at: nn.Module | None = None  # whose output `read` is given; the router by default
+    global_expert_ids: tuple[int, ...] | None = None  # of the experts held here, where other processes hold others
+
+    @property
+    def held(self) -> int:
+        """How many experts with weights this process holds."""
+        if self.global_expert_ids is not None:
+            return len(self.global_expert_ids)
+        return self.num_experts - self.zero_experts
 
     @property
     def experts_name(self) -> str:
@@ -111,6 +121,23 @@ def find_moe_layers(
         layers = [layer for item in _as_layouts(layout) for layer in _declared(item, modules)]
     _number(layers)
     return layers
+
+
+def check_visible(layers: Sequence[MoELayer]) -> None:
+    """Refuse experts whose weights do not show which part belongs to which expert, unless they were declared."""
+    for layer in layers:
+        if layer.is_list or layer.fused or layer.layout is not None:
+            continue
+        sizes = {layer.num_experts, layer.num_experts - layer.zero_experts}
+        weights = [tuple(p.shape) for container in layer.containers.values() for p in container.parameters()]
+        if not any(len(shape) > 1 and shape[0] in sizes for shape in weights):
+            shown = ", ".join(str(list(shape)) for shape in weights[:3])
+            raise GradreelError(
+                f"module {layer.experts_name!r}: its weights {shown} have no axis of {layer.num_experts} experts; "
+                f"declare them, layout=Layout(experts={layer.experts_name!r}, num_experts={layer.num_experts}, "
+                "fused=True) where they are [E * F, H] with one expert after another, without fused= to record them "
+                "whole"
+            )
 
 
 def _class_of(model: nn.Module) -> str:
@@ -154,12 +181,15 @@ def _declared(layout: Layout, modules: dict[str, nn.Module]) -> list[MoELayer]:
             raise GradreelError(
                 f"layout: zero_experts is {layout.zero_experts}; allowed: 0 to {num_experts - 1} of {num_experts}"
             )
-        if sizes and not sizes & {num_experts, num_experts - layout.zero_experts}:
+        held = _held_ids(layout, num_experts)
+        if sizes and not sizes & ({len(held)} if held else {num_experts, num_experts - layout.zero_experts}):
             raise GradreelError(
-                f"layout: num_experts is {num_experts}, module {name!r} holds {', '.join(map(str, sorted(sizes)))}; "
+                f"layout: {f'global_expert_ids are {len(held)}' if held else f'num_experts is {num_experts}'}, module "
+                f"{name!r} holds {', '.join(map(str, sorted(sizes)))}; "
                 "leave num_experts out, or name the module that holds the experts"
             )
         layer = MoELayer(0, name.rpartition(".")[0], {name: module}, num_experts, is_list, layout=layout)
+        layer.global_expert_ids = held
         _attach_router(layer, modules)
         _ask_family(layer)
         if layout.router is not None:
@@ -171,6 +201,21 @@ def _declared(layout: Layout, modules: dict[str, nn.Module]) -> list[MoELayer]:
         layer.read = layout.read or layer.read
         layers.append(layer)
     return layers
+
+
+def _held_ids(layout: Layout, num_experts: int) -> tuple[int, ...] | None:
+    if layout.global_expert_ids is None:
+        return None
+    try:
+        ids = tuple(int(i) for i in layout.global_expert_ids)
+    except (TypeError, ValueError):
+        ids = ()
+    if layout.num_experts is None or not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < num_experts:
+        raise GradreelError(
+            f"layout: global_expert_ids is {str(layout.global_expert_ids)[:80]} of num_experts={layout.num_experts}; "
+            "give different ids below num_experts, the number of experts of the whole run"
+        )
+    return ids
 
 
 def _attach_router(layer: MoELayer, modules: dict[str, nn.Module]) -> None:

@@ -6,12 +6,18 @@ Legend: E experts, K top-k, T tokens, H hidden size, I expert width. The README'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from traces.families import family_of
+from traces.layouts import find_moe_layers
+from traces.roles import describe_params
 
 VOCAB = 32
 COMMON: dict[str, Any] = {
@@ -298,3 +304,43 @@ ROWS = [
         layers=(1,), logits_of="mlp.router", implementations=(None,), own_logits=False,
     ),
 ]  # fmt: skip
+
+
+def overview() -> str:
+    """The README's table of families, a row each; how experts are kept is read off the tiny models."""
+    pins = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text()
+    version = re.search(r"^transformers==(\S+)", pins, re.MULTILINE)
+    assert version, "constraints.txt pins no transformers"
+    lines = [
+        "| family | router | experts | implementations | read by | tested with |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        model = row.build()
+        layer = find_moe_layers(model)[0]
+        family = family_of(layer.experts, layer.router)
+        kinds = ", ".join(kind for kind in row.implementations if kind) or "its own"
+        by = f"`traces/families/{family.name}.py`" if family else "general rules"
+        tested = "this project" if row.model == "MoELanguageModel" else f"transformers {version.group(1)}"
+        lines.append(f"| {row.name} | {row.router} | {_kept(model)} | {kinds} | {by} | {tested} |")
+    lines.append("| any other | a module beside the experts | stacked, or a list | | general rules | own test models |")
+    return "\n".join(lines)
+
+
+def _kept(model: nn.Module) -> str:
+    layer = find_moe_layers(model)[0]
+    infos = [info for info in describe_params(model) if info.role == "routed_expert" and info.layer == layer.layer]
+    words = ["a list of modules" if layer.is_list else "2-D, one after another" if layer.fused else "stacked"]
+    stacks = [info for info in infos if info.matrix_axes is not None]
+    transposed = [info.name.rpartition(".")[2] for info in stacks if info.matrix_axes == (2, 1)]
+    if transposed:
+        words.append("transposed" if len(transposed) == len(stacks) else f"`{', '.join(transposed)}` transposed")
+    if any(info.expert_axis is not None and info.matrix_axes is None for info in infos):
+        words.append("with biases")
+    if layer.zero_experts:
+        words.append("some without weights")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    print(overview())

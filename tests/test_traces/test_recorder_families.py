@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -159,3 +160,11 @@ def test_roles_and_matrices_of_a_family(row: Any) -> None:
             leaf = info.name.removesuffix(".weight").rpartition(".")[2]
             seen[leaf] = tuple(info.shape[axis] for axis in info.matrix_axes)
     assert seen == row.experts
+
+
+def test_table_in_readme() -> None:
+    page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    found = re.search(r"<!-- families -->\n(.*?)\n<!-- /families -->", page, re.DOTALL)
+    assert found, "README.md holds no <!-- families --> .. <!-- /families -->"
+    # To renew it: python tests/test_traces/family_table.py
+    assert found.group(1).strip() == table.overview()
