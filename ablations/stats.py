@@ -1,10 +1,10 @@
 """What paired runs say about two arms: differences, intervals, effect sizes, and a verdict against a threshold.
 
-Arms of one seed share initial weights and batches, so they are compared seed by seed. With three seeds no bootstrap over
-seeds can be valid (27 resamples, and an interval that never leaves the three values), so the interval that decides is
-Student's t over the paired differences, exact for normal differences at any n >= 2. Beside it stands a hierarchical
-bootstrap, which resamples seeds and, within each, validation windows: it shows what the validation text adds, and is
-too narrow as long as seeds are few.
+Arms of one seed share initial weights and batches, so they are compared seed by seed. With three seeds no bootstrap
+over seeds can be valid (27 resamples, and an interval that never leaves the three values), so the interval that decides
+is Student's t over the paired differences, exact for normal differences at any n >= 2. Beside it stands a hierarchical
+bootstrap, which resamples seeds and validation windows: it shows what the validation text adds, and is too narrow as
+long as seeds are few.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Paired:
 
 
 def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float] | tuple[None, None]:
-    """Student's interval for the mean of `values`; (None, None) with fewer than two, the mean twice if all are equal."""
+    """Student's interval for the mean of `values`; (None, None) with fewer than two, no width if all are equal."""
     from scipy import stats
 
     data = np.asarray(values, dtype=np.float64)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class Text(Protocol):
     """What training needs of a data set. A batch is `input_ids` and `labels` (already shifted), int64 [B, S] each."""
 
-    provenance: dict[str, Any]
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """What the text is: a name, sizes, a sha256 of its content where there is one."""
 
     def batch(self, seed: int, step: int, batch: int, length: int, micro_step: int = 0) -> dict[str, Tensor]:
         """The training batch of one (seed, step, micro-step), the same at every call."""

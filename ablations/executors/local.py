@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -72,7 +73,7 @@ class _Worker:
 
     def __init__(self, said: queue.SimpleQueue[tuple[_Worker, dict[str, Any] | None]]) -> None:
         self.job: Job | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "POLARS_MAX_THREADS"), "1")
         path = os.pathsep.join(p for p in (str(_HOUSE), os.environ.get("PYTHONPATH", "")) if p)
         self.process = subprocess.Popen(
@@ -99,11 +100,9 @@ class _Worker:
         """Hand over the next job; one that cannot be handed over shows as a worker that died."""
         self.job = job
         assert self.process.stdin is not None
-        try:
+        with suppress(OSError):
             self.process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             self.process.stdin.flush()
-        except OSError:
-            pass
 
     def last_words(self) -> str:
         """Why the process is gone, in one line."""
@@ -124,10 +123,8 @@ class _Worker:
                 self.process.kill()
                 self.process.wait()
         if self.process.stdin is not None:
-            try:
+            with suppress(OSError):
                 self.process.stdin.close()
-            except OSError:
-                pass
         self._errors.close()
 
 

@@ -267,7 +267,7 @@ class GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Gradients of `slots` and of `weight`; that of an expert without slots is exactly zero."""
         (slots, weight), counts, grad = ctx.saved_tensors, ctx.counts, grads[0].contiguous()

@@ -73,14 +73,12 @@ class Size:
             _require(len(getattr(self, name)) >= 1, name, getattr(self, name), "at least one entry")
         _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "distinct numbers")
         _require(set(self.tuning_seeds) <= set(self.seeds), "tuning_seeds", self.tuning_seeds, f"some of {self.seeds}")
-        for rates in (self.grid, (self.shared_lr, self.rest_lr), *self.grids.values()):
-            _require(
-                (all(math.isfinite(r) and r > 0 for r in rates) and len(set(rates)) == len(rates))
-                or rates == (self.shared_lr, self.rest_lr),
-                "a rate",
-                rates,
-                "distinct numbers in (0, inf)",
-            )
+        for rates in (self.grid, *self.grids.values()):
+            sound = rates and len(set(rates)) == len(rates) and all(math.isfinite(r) and r > 0 for r in rates)
+            _require(bool(sound), "grid", rates, "distinct rates in (0, inf)")
+        for name in ("shared_lr", "rest_lr"):
+            rate = getattr(self, name)
+            _require(math.isfinite(rate) and rate > 0, name, rate, "(0, inf)")
         if isinstance(self.model, MoEConfig):
             limit = self.model.max_positions
             _require(self.length <= limit, "length", self.length, f"up to max_positions = {limit}")
@@ -199,6 +197,9 @@ def changed(size: Size, changes: Mapping[str, Any]) -> Size:
     for key in of_model:
         if key not in {f.name for f in fields(size.model)}:
             raise unknown("entry of a model", key, {f.name for f in fields(size.model)})
+    for key, value in of_model.items():  # of a mapping only the entries that are named
+        if isinstance(value, Mapping):
+            of_model[key] = {**getattr(size.model, key), **value}
     model = replace(size.model, **of_model) if of_model else size.model
     return replace(size, model=model, **own)
 

@@ -43,7 +43,7 @@ def print_plan(preset: Ablation, size: Size, root: Path, workers: int) -> None:
     first = plan.first()
     there = sum(finished(root, spec.id) is not None for spec in first)
     table = Table("setting", "arm", "recipe", "lr grid", box=None, pad_edge=False)
-    for setting, arm, own in plan._arms():
+    for setting, arm, own in plan.arms():
         rates = ", ".join(f"{lr:g}" for lr in own.rates(arm))
         table.add_row(setting or "-", arm, preset.expression(arm, own), rates)
     console = out()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from ablations.runner._provenance import provenance
-from ablations.runner._spec import Finished, RunSpec
+from ablations.runner._spec import ALL, EXPERTS, Finished, RunSpec
 from ablations.runner._store import finished, put_run, read_run_frame
 from traces.errors import GradreelError
 
@@ -53,9 +53,9 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
     model, call = build_model(spec.model_config())
     model.to(spec.device)
     weights_sha256 = hash_of_weights(model)
-    built = recipe(spec.recipe, lr=spec.lr) if "lr=" not in spec.recipe else recipe(spec.recipe)
+    built = recipe(spec.recipe, lr=spec.lr)
     optimizer = make_optimizer(model, built, seed=spec.seed, hidden_momentum="apart")
-    moves = Moves(model, optimizer, _targets(root, spec.matched))
+    moves = Moves(model, optimizer, _targets(root, spec.matched), measured=spec.measured)
     batches = Batches(text, spec)
     stops = _evaluation_steps(spec)
     valid = _Validation(text, spec, call)
@@ -103,23 +103,33 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
 
 
 class Moves:
-    """The size of every step's weight change on routed experts, and, with `targets`, its being scaled to theirs.
+    """The size of every step's weight change, and, with `targets`, its being scaled to theirs.
 
-    Sizes are RMS over one parameter (all experts of a stack), in the parameter's own unit. `targets` maps a
-    parameter's name to the sizes of steps 1, 2, ...; a step past their end, and one without a change, is left alone.
+    Sizes are RMS over one parameter (all experts of a stack), of the routed experts' or of all, as `measured` says.
+    `targets` maps a parameter's name to the sizes of steps 1, 2, ...; a step past their end, and one without a change,
+    is left alone.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, targets: dict[str, list[float]] | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        targets: dict[str, list[float]] | None,
+        *,
+        measured: str = EXPERTS,
     ) -> None:
         from traces.roles import describe_params, named_parameters
 
-        infos = {i.name: i for i in describe_params(model) if i.role == "routed_expert" and i.tied_to is None}
+        infos = {
+            info.name: info
+            for info in describe_params(model)
+            if info.tied_to is None and (measured == ALL or info.role == measured)
+        }
         own = named_parameters(model)
         self._parameters = {name: own[name] for name in infos}
         self._infos, self._targets = infos, targets
         if targets is not None and set(targets) != set(infos):
-            raise GradreelError("the run to match has other routed experts than this one; matched runs share one model")
+            raise GradreelError("the run to match has other parameters than this one; matched runs share one model")
         self._before: dict[str, Tensor] = {}
         self._sizes: dict[str, list[float]] = {name: [] for name in infos}
         optimizer.register_step_pre_hook(self._remember)
@@ -244,6 +254,6 @@ def _targets(root: str | Path, run_id: str | None) -> dict[str, list[float]] | N
     return {str(name): part["value"].to_list() for (name,), part in frame.group_by(["param"], maintain_order=True)}
 
 
-def _short(provenance: dict[str, Any]) -> dict[str, Any]:
+def _short(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Of a text's provenance what is short: no list of its files."""
     return {key: value for key, value in provenance.items() if not isinstance(value, (list, dict))}

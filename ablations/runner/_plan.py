@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ablations.presets import Ablation, Size
 from ablations.presets._ablation import ONLY
-from ablations.runner._spec import Finished, RunSpec, run_spec
+from ablations.runner._spec import ALL, EXPERTS, Finished, RunSpec, run_spec
 
 GRID = "grid"
 
@@ -57,7 +57,7 @@ class Plan:
 
     def first(self) -> list[RunSpec]:
         """The grid on the tuning seeds, and every arm at the shared rate."""
-        for setting, arm, size in self._arms():
+        for setting, arm, size in self.arms():
             for seed in size.tuning_seeds:
                 if self._tunes:
                     runs = [self._spec(size, arm, lr, seed) for lr in size.rates(arm)]
@@ -71,7 +71,7 @@ class Plan:
         """Every arm at its own best rate, from every seed."""
         if not self._tunes:
             return []
-        for setting, arm, size in self._arms():
+        for setting, arm, size in self.arms():
             found = self._tune(size, setting, arm, known)
             self.tuning[setting, arm] = found
             label = arm_label(setting, arm)
@@ -91,7 +91,7 @@ class Plan:
         """Every arm but the baseline with the sizes of weight change of the baseline's best run of the same seed."""
         if "matched" not in self.preset.ways:
             return []
-        for setting, arm, size in self._arms():
+        for setting, arm, size in self.arms():
             for seed in size.seeds:
                 tuned = self.cells.get(Cell("tuned", setting, self.preset.baseline, seed))
                 ended = None if tuned is None else known.get(tuned[0].id)
@@ -104,8 +104,7 @@ class Plan:
                 if arm == self.preset.baseline:
                     self.cells[cell] = list(tuned)
                 else:
-                    recipe = self.preset.expression(arm, size)
-                    self.cells[cell] = [run_spec(size, recipe, size.shared_lr, seed, matched=tuned[0].id)]
+                    self.cells[cell] = [self._spec(size, arm, size.shared_lr, seed, matched=tuned[0].id)]
         return self.specs(("matched",))
 
     def specs(self, ways: Iterable[str] | None = None) -> list[RunSpec]:
@@ -121,7 +120,7 @@ class Plan:
     def most_runs(self) -> int:
         """How many runs there are if no best rate is the shared one."""
         total = 0
-        for _, arm, size in self._arms():
+        for _, arm, size in self.arms():
             seeds, tuned = len(size.seeds), len(size.tuning_seeds)
             rates = size.rates(arm) if self._tunes else ()
             total += len(rates) * tuned + (seeds - tuned) * self._tunes
@@ -135,14 +134,16 @@ class Plan:
     def _tunes(self) -> bool:
         return "tuned" in self.preset.ways or "matched" in self.preset.ways
 
-    def _arms(self) -> Iterable[tuple[str, str, Size]]:
+    def arms(self) -> Iterable[tuple[str, str, Size]]:
+        """Every (setting, arm, the size under that setting), in the preset's order."""
         for setting in self.size.settings:
             size = self.size.under(setting)
             for arm in self.preset.arms:
                 yield setting, arm, size
 
-    def _spec(self, size: Size, arm: str, lr: float, seed: int) -> RunSpec:
-        return run_spec(size, self.preset.expression(arm, size), lr, seed)
+    def _spec(self, size: Size, arm: str, lr: float, seed: int, *, matched: str | None = None) -> RunSpec:
+        measured = EXPERTS if self.preset.experts_only else ALL
+        return run_spec(size, self.preset.expression(arm, size), lr, seed, measured=measured, matched=matched)
 
     def _tune(self, size: Size, setting: str, arm: str, known: Mapping[str, Finished]) -> Tuning:
         by_rate: dict[float, list[float]] = {lr: [] for lr in size.rates(arm)}

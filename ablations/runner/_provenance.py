@@ -19,7 +19,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """The commit of this project's own sources, with "+changes" behind it where files differ from it; None if unknown."""
+    """The commit of this project's sources, with "+changes" behind it where files differ from it; None if unknown."""
     if not (_HOUSE / ".git").exists():
         return None
     try:

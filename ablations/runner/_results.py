@@ -75,7 +75,7 @@ def gather(made: Made, root: Path) -> Results:
     frame = pl.concat([_frame_of(cells, spec, made, root) for cells, spec in _runs_by_arm(plan)])
     verdicts = tuple(verdicts_of(plan, made.runs))
     notes = (*plan.notes, *(f"run {run_id} failed: {why}" for run_id, why in made.failed.items()))
-    return Results(frame, verdicts, _provenance(made, notes), root, notes, dict(made.failed))
+    return Results(frame, verdicts, _provenance(made, notes, verdicts), root, notes, dict(made.failed))
 
 
 def write_results(results: Results) -> None:
@@ -92,7 +92,7 @@ def _runs_by_arm(plan: Plan) -> list[tuple[list[Cell], RunSpec]]:
     for cell, specs in plan.cells.items():
         for spec in specs:
             found.setdefault((cell.label, spec.id), ([], spec))[0].append(cell)
-    order = {arm_label(setting, arm): n for n, (setting, arm, _) in enumerate(plan._arms())}
+    order = {arm_label(setting, arm): n for n, (setting, arm, _) in enumerate(plan.arms())}
     ways = (GRID, *WAYS)
     return sorted(
         found.values(),
@@ -148,7 +148,7 @@ def verdicts_of(plan: Plan, runs: Mapping[str, Finished]) -> Iterator[Verdict]:
                 yield Verdict(way, setting, paired, None if matched else rates[paired.arm], rates.get(baseline))
 
 
-def _provenance(made: Made, notes: tuple[str, ...]) -> dict[str, Any]:
+def _provenance(made: Made, notes: tuple[str, ...], verdicts: tuple[Verdict, ...]) -> dict[str, Any]:
     plan = made.plan
     used = [made.runs[spec.id] for spec in plan.specs() if spec.id in made.runs]
     machines = _distinct(run.provenance for run in used)
@@ -161,6 +161,7 @@ def _provenance(made: Made, notes: tuple[str, ...]) -> dict[str, Any]:
         "run_seconds": round(sum(run.seconds for run in used), 1),
         "data": _distinct(run.data for run in used),
         "made_by": machines,
+        "verdicts": [verdict_dict(verdict) for verdict in verdicts],
         "tuning": {
             arm_label(*key): {"best": t.best, "edge": t.edge, "losses": {f"{lr:g}": v for lr, v in t.losses.items()}}
             for key, t in plan.tuning.items()

@@ -73,7 +73,6 @@ def make_runs(
     total = plan.most_runs() * size.steps
     with locked(root), progress_bar(f"run {preset.name}", total) as advance:
         remove_remains(root)
-        counted: set[str] = set()
 
         def stage(specs: Iterable[RunSpec]) -> None:
             missing = []
@@ -89,16 +88,14 @@ def make_runs(
             made, lost = _execute(how.run, missing, root, workers, advance)
             runs.update(made)
             failed.update(lost)
-            counted.update(runs)
 
         try:
             stage(plan.first())
             stage(plan.second(runs))
             stage(plan.third(runs))
         except KeyboardInterrupt:
-            say(
-                f"interrupted; {len(list(root.glob('*/run.json')))} finished runs are kept in {root}, and the same command goes on from there"
-            )
+            kept = len(list(root.glob("*/run.json")))
+            say(f"interrupted; {kept} finished runs are kept in {str(root)!r}, and the same command goes on from there")
             raise
     _check_pairs(plan, runs)
     return Made(plan, runs, failed)
@@ -128,17 +125,14 @@ def _execute(
             job = jobs[outcome.id]
             advance(job.steps - told[outcome.id])
             known = finished(root, outcome.id) if outcome.error is None else None
+            which = f"run {outcome.id} ({job.spec['recipe']}, lr {job.spec['lr']:g}, seed {job.spec['seed']})"
             if known is None:
                 failed[outcome.id] = outcome.error or "its executor says it is done, but its folder is not there"
-                say(
-                    f"run {outcome.id} ({job.spec['recipe']}, lr {job.spec['lr']:g}, seed {job.spec['seed']}) failed: {failed[outcome.id]}"
-                )
+                say(f"{which} failed: {failed[outcome.id]}")
                 continue
             made[outcome.id] = known
             if known.diverged_at is not None:
-                say(
-                    f"run {outcome.id} ({job.spec['recipe']}, lr {job.spec['lr']:g}, seed {job.spec['seed']}) diverged at step {known.diverged_at}"
-                )
+                say(f"{which} diverged at step {known.diverged_at}")
     finally:
         outcomes.close()
     return made, failed

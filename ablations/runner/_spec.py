@@ -15,14 +15,17 @@ from traces.errors import GradreelError
 
 #: Changes where the same definition would give other numbers.
 FORMAT = 1
+#: Whose weight changes are measured, and matched where that is wanted: routed experts', or those of all parameters.
+EXPERTS, ALL = "routed_expert", "all"
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """The definition of one run. Its `id` names the folder of the run, so that equal runs are made once.
 
-    `recipe` is an expression without lr; `lr` is the experts' peak rate. `matched` is the id of the run whose sizes of
-    weight change this one takes over. The code's version is no part of it: that is provenance.
+    `recipe` is an expression without lr; `lr` is its peak rate. `measured` says whose weight changes are measured
+    ("routed_expert" or "all"), `matched` is the id of the run whose sizes of weight change this one takes over. The
+    code's version is no part of it: that is provenance.
     """
 
     model: Mapping[str, Any]
@@ -42,6 +45,7 @@ class RunSpec:
     eval_batches: int
     eval_batch: int
     device: str
+    measured: str = EXPERTS
     matched: str | None = None
     format: int = FORMAT
 
@@ -75,7 +79,9 @@ class RunSpec:
         return Data(**dict(self.data))
 
 
-def run_spec(size: Size, recipe: str, lr: float, seed: int, *, matched: str | None = None) -> RunSpec:
+def run_spec(
+    size: Size, recipe: str, lr: float, seed: int, *, measured: str = EXPERTS, matched: str | None = None
+) -> RunSpec:
     """The run of `recipe` at `lr` from `seed` in `size`, with no settings left to apply."""
     return RunSpec(
         model=size.model.to_dict(),
@@ -83,6 +89,7 @@ def run_spec(size: Size, recipe: str, lr: float, seed: int, *, matched: str | No
         recipe=recipe,
         lr=lr,
         seed=seed,
+        measured=measured,
         matched=matched,
         **{name: getattr(size, name) for name in _SHARED},
     )
