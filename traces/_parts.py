@@ -121,7 +121,7 @@ def read_split(
         if piece.found[1].dtype != dtype:  # type: ignore[index]
             raise TraceError(f"{where}: rank {there[0].rank.rank} stored {dtype}, rank {piece.rank.rank} another dtype")
     if stream not in _SHAPED and not all(_is_shaped(piece, info) for piece in there):
-        return _read_odd(there, info, where, experts)
+        return _read_odd(there, stream, info, where, experts)
     if experts is not None:
         axis, chosen = _checked_experts(info, experts)
         if all(set(piece.part.runs) == {axis} for piece in pieces):
@@ -237,17 +237,25 @@ def _read_experts(
     return RawTensor(dtype, shape, out)
 
 
-def _read_odd(there: Sequence[_Piece], info: ParamInfo, where: str, experts: Sequence[int] | None) -> RawTensor:
-    """Optimizer state and statistics of another shape: one value for all ranks, or one entry per expert or row."""
+def _read_odd(
+    there: Sequence[_Piece], stream: str, info: ParamInfo, where: str, experts: Sequence[int] | None
+) -> RawTensor:
+    """Optimizer state and small streams: one value for all ranks, one entry per expert or row, or parts of sums."""
     slots = [piece.found[1] for piece in there]  # type: ignore[index]
-    if all(slot.shape == slots[0].shape and slot.size <= 8 for slot in slots) and len(slots[0].shape) == 0:
-        return RawTensor(slots[0].dtype, slots[0].shape, there[0].read())
+    if all(slot.shape == () for slot in slots):
+        return RawTensor(slots[0].dtype, (), there[0].read())
     axis = info.expert_axis if info.expert_axis is not None else 0
-    by_axis = all(set(piece.part.runs) == {axis} for piece in there)
-    if not by_axis or any(not s.shape or s.shape[0] != p.part.count(axis) for s, p in zip(slots, there, strict=True)):
+    small = stream == "statistics"
+    if small and not all(set(piece.part.runs) == {info.expert_axis} for piece in there):
+        return _summed(there, slots, where)
+    along = len(slots[0].shape) - 1 if small else 0
+    if any(
+        set(piece.part.runs) != {axis} or not slot.shape or slot.shape[along] != piece.part.count(axis)
+        for slot, piece in zip(slots, there, strict=True)
+    ):
         raise NotRecorded(f"{where}: the ranks keep it in shapes that cannot be joined; open one rank's chunk itself")
-    whole = (info.shape[axis], *slots[0].shape[1:])
-    parts = [Placement({0: piece.part.runs[axis]}) for piece in there]
+    whole = tuple(info.shape[axis] if i == along else size for i, size in enumerate(slots[0].shape))
+    parts = [Placement({along: piece.part.runs[axis]}) for piece in there]
     _check_shapes(there, parts, whole, where)
     gap = uncovered(whole, [(p.rank.rank, part) for p, part in zip(there, parts, strict=True)], where)
     if gap is not None:
@@ -256,8 +264,16 @@ def _read_odd(there: Sequence[_Piece], info: ParamInfo, where: str, experts: Seq
     for piece, part in zip(there, parts, strict=True):
         place(out, part, piece.read())
     if experts is not None and info.expert_axis is not None:
-        out = out[[int(e) for e in experts]]
+        out = np.take(out, [int(e) for e in experts], axis=along)
     return RawTensor(slots[0].dtype, tuple(out.shape), out)
+
+
+def _summed(there: Sequence[_Piece], slots: Sequence[Slot], where: str) -> RawTensor:
+    """Statistics are sums and counts, so those of the parts of one matrix add up."""
+    if any(slot.shape != slots[0].shape for slot in slots):
+        raise NotRecorded(f"{where}: the ranks keep it in shapes that cannot be joined; open one rank's chunk itself")
+    total = np.sum([piece.read() for piece in there], axis=0)
+    return RawTensor(slots[0].dtype, slots[0].shape, total)
 
 
 def _gap(ranks: Ranks, where: str, step: int, gap: str, pieces: Sequence[_Piece]) -> NotRecorded:

@@ -12,6 +12,7 @@ from traces.micro_norms import MicroNorms
 from traces.record_at import RecordAt
 from traces.records import Job, total_norm
 from traces.run_info import initial_state
+from traces.sharing import Sharing, local_part
 from traces.spool import CpuTransfer, CudaTransfer
 from traces.statistics import GradientStatistics, by_expert
 from traces.step_hooks import StepHooks
@@ -34,6 +35,7 @@ class GradientCopier:
         transfer: CpuTransfer | CudaTransfer,
         device: torch.device,
         sample: ExpertSample,
+        sharing: Sharing,
         *,
         statistics: GradientStatistics | None,
         micro_norms: MicroNorms | None,
@@ -42,7 +44,7 @@ class GradientCopier:
         self.at, self.live = at, dict[str, Tensor | None]()
         self.statistics, self.micro_norms, self.sample = statistics, micro_norms, sample
         self._infos, self._hooks, self._transfer, self._device = infos, hooks, transfer, device
-        self._keeps_live = live
+        self._keeps_live, self._sharing = live, sharing
         self._dtype: torch.dtype | None = getattr(torch, at.dtype) if at.dtype else None
 
     def take(self, job: Job, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
@@ -56,11 +58,17 @@ class GradientCopier:
             return
         fresh = getattr(optimizer, "fresh_gradient", None)
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = {id(p): fresh(p) if callable(fresh) else p.grad for p in every}
-        if job.recorded and "grad_norm" not in job.scalars:
-            norm, before = total_norm([g.detach() for g in gradients.values() if g is not None], scale), job.norm
+        held = self._hooks.parameters_of(optimizer)
+        recorded = {id(p) for p in held.values()}
+        gradients = {
+            id(p): self._sharing.gradient(p, fresh(p) if callable(fresh) else p.grad, id(p) in recorded) for p in every
+        }
+        if job.recorded and "grad_norm" not in job.scalars and (own := self._sharing.own(every)) is not None:
+            norm, before = total_norm([g.detach() for p in own if (g := gradients[id(p)]) is not None], scale), job.norm
+            if norm is None and self._sharing.several:
+                norm = torch.zeros(())  # another rank's gradients are the norm's other parts
             job.norm = norm if before is None or norm is None else torch.hypot(before, norm)
-        mine = {name: (p, gradients[id(p)]) for name, p in self._hooks.parameters_of(optimizer).items()}
+        mine = {name: (p, gradients[id(p)]) for name, p in held.items() if self._sharing.writes(name)}
         if job.reserved:
             self._transfer.begin(job.estimated_bytes)
             self._take_small(job, mine, scale)
@@ -69,7 +77,8 @@ class GradientCopier:
                 micro.to_host(self._transfer.small)
             job.ready.append(self._transfer.end())
         if self._keeps_live and job.recorded:
-            for name, (_, gradient) in mine.items():
+            for name, p in held.items():
+                gradient = gradients[id(p)]
                 self.live[name] = gradient if gradient is None or scale is None else gradient / scale
 
     def snapshot(self, step: int, estimated_bytes: int) -> Job:
@@ -78,7 +87,8 @@ class GradientCopier:
         if self.at.weights != "none":
             self._transfer.begin(job.estimated_bytes)
             for name, parameter in self._hooks.parameters.items():
-                self._add(job, "weight", name, parameter)
+                if self._sharing.writes(name):
+                    self._add(job, "weight", name, local_part(parameter))
             job.ready.append(self._transfer.end())
         return job
 
@@ -110,18 +120,20 @@ class GradientCopier:
         hidden = getattr(optimizer, "grad_buffer", None)  # where history is not in `.grad` itself
         if first and job.recorded:
             state = initial_state([optimizer], {name: parameter for name, (parameter, _) in mine.items()})
-            job.tensors += [(stream, name, self._transfer.copy(value.detach())) for stream, name, value in state]
+            job.tensors += [
+                (stream, name, self._transfer.copy(local_part(value.detach()))) for stream, name, value in state
+            ]
         weighed = (first and job.recorded and self.at.weights != "none") or self.at.weighs(job.step)
         for name, (parameter, gradient) in mine.items():
             if weighed or ("weight" in streams and job.recorded):
-                self._add(job, "weight", name, parameter)
+                self._add(job, "weight", name, local_part(parameter))
             if gradient is None or not job.recorded:
                 continue
             if "gradient" in streams:
                 self._add(job, "gradient", name, _dense(gradient), self._dtype, scale)
             buffer = hidden(parameter) if callable(hidden) else parameter.grad
             if "grad_buffer" in streams and buffer is not None:
-                self._add(job, "grad_buffer", name, buffer, self._dtype)
+                self._add(job, "grad_buffer", name, local_part(buffer), self._dtype)
 
     def _add(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from traces._json import clip, integer
 from traces.errors import TraceError
+from traces.views import ParamInfo
 
 #: The "axis" of a part that is cut from the flattened tensor.
 FLAT = -1
@@ -72,6 +73,17 @@ class Placement:
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return {"flat" if axis == FLAT else str(axis): [list(run) for run in runs] for axis, runs in sorted(self.key)}
+
+
+def local_info(param: ParamInfo, part: Placement | None) -> ParamInfo:
+    """A description of one rank's part of a parameter: a tensor of its own, with the experts held here."""
+    if part is None:
+        return param
+    shape = part.shape(param.shape)
+    if part.is_flat:
+        return replace(param, shape=shape, expert_axis=None, num_experts=None, matrix_axes=None, strides=None)
+    experts = shape[param.expert_axis] if param.expert_axis is not None else param.num_experts
+    return replace(param, shape=shape, num_experts=experts, strides=None)
 
 
 def runs_of(indices: Sequence[int]) -> Runs:

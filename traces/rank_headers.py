@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from traces._files import short
 from traces._json import Fields, clip, load_signed
 from traces.errors import TraceError
-from traces.placements import Placement, placement_from_json, uncovered
+from traces.placements import Placement, local_info, placement_from_json, uncovered
 from traces.schema import FORMAT_VERSION, MAX_HEADER_BYTES, Header, check_version, header_from_json, header_to_json
+from traces.seals import SchemaTables
 from traces.views import ParamInfo
 
 
@@ -35,6 +37,18 @@ class RankHeader:
     def writes(self, name: str) -> bool:
         """Whether this rank writes (its part of) a parameter."""
         return self.placements.get(name, self) is not None
+
+    @cached_property
+    def local_tables(self) -> SchemaTables:
+        """The rank's tables with each parameter as the part that lies here."""
+        return local_tables(SchemaTables.of(self.header), self.placements)
+
+
+def local_tables(tables: SchemaTables, placements: Mapping[str, Placement | None]) -> SchemaTables:
+    """Tables of a rank in which each parameter is the part that the rank holds."""
+    if not any(placements.values()):
+        return tables
+    return replace(tables, params={n: local_info(p, placements.get(n)) for n, p in tables.params.items()})
 
 
 def rank_to_json(

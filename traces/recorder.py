@@ -19,22 +19,27 @@ from torch import Tensor, nn
 
 from traces._store import as_place
 from traces.backward_watch import BackwardWatch
-from traces.checks import check_arguments, check_gradients, check_types, choose_parameters
+from traces.checks import check_arguments, check_gradients, check_sharing, check_types, choose_parameters, layers_here
 from traces.errors import GradreelError
+from traces.expert_sample import ExpertSample
 from traces.gradients import GradientCopier
 from traces.hooks import ForwardWatch, check_micro_steps
-from traces.layouts import find_moe_layers
 from traces.live import live_views
+from traces.micro_norms import MicroNorms
 from traces.notices import Notices
+from traces.part_sample import PartSample
 from traces.plan import Plan
+from traces.probe import ProbeBatch
 from traces.record_at import RecordAt, format_bytes
 from traces.records import Assembler, Job
 from traces.roles import describe_params, named_parameters
 from traces.run_info import describe_run, group_rates, rates_by_name
 from traces.scalars import why_not_kept
 from traces.schema import Header, header_to_json
+from traces.sharing import Names, Sharing
 from traces.sink import TraceSink
 from traces.spool import transfer_for
+from traces.statistics import GradientStatistics
 from traces.step_hooks import StepHooks
 from traces.views import ParamInfo, StepCallback
 
@@ -46,9 +51,12 @@ class Recorder:
     loops that hide theirs; several may be given as a list. `at` says what and when. `layout` declares MoE layers that
     are not recognised (`traces.layouts.Layout`). `on_step(views)` is called at each recorded step, before the update,
     with StepViews whose tensors are lent; with it `path` may be None, and nothing is written. `roles` overrides roles
-    by parameter name or pattern. A full queue of `queue_steps` steps blocks training (`when_full="block"`) or loses the
-    step and counts it (`"drop"`). Errors of the disk lose steps, are counted and told at the end; `strict=True` raises
-    them in the training loop instead. `notify` receives notices (default: stderr).
+    by parameter name or pattern. `statistics` computes the stream of that name (`toolkit.kernels.step_statistics`, say;
+    default: plain torch, see `traces.statistics`). `probe` is the batch of the stream "probe": a tensor, a tuple of the
+    model's arguments, or a dict of its keyword arguments. A full queue of `queue_steps` steps blocks training
+    (`when_full="block"`) or loses the step and counts it (`"drop"`). Errors of the disk lose steps, are counted and
+    told at the end; `strict=True` raises them in the training loop instead. `notify` receives notices (default:
+    stderr).
 
     Raises `GradreelError` before training where the model has no experts, the optimizer none of the recorded
     parameters, the budget no room for one step, or the path a trace; after the first recorded step where a hook stayed
@@ -67,6 +75,8 @@ class Recorder:
         strict: bool = False,
         *,
         roles: Mapping[str, str] | None = None,
+        probe: Any = None,
+        global_names: Names | None = None,
         when_full: str = "block",
         queue_steps: int = 4,
         notify: Callable[[str], None] | None = None,
@@ -78,27 +88,58 @@ class Recorder:
         self.on_step, self.strict = on_step, strict
         self.step = self.recorded_steps = 0
         self._notices = Notices(notify, self.path, strict)
-        check_arguments(self.path, self.at, on_step, statistics)
-        self.layers = find_moe_layers(model, layout)
-        self.params: list[ParamInfo] = describe_params(model, roles, layout)
-        self._infos = {info.name: info for info in self.params}
+        check_arguments(self.path, self.at, on_step, statistics, probe)
+        self.layers = layers_here(model, layout)
+        if not self.layers:
+            self._notices.tell(
+                "this process holds no MoE layer that is recognised; it records what the policy names beside them"
+            )
+        infos, parameters = describe_params(model, roles, layout if self.layers else None), named_parameters(model)
+        self._sharing = Sharing(infos, parameters, self.layers, global_names)
+        self._sharing.look_for_ddp(model)
+        check_sharing(model, self._sharing, self.at)
+        self.params: list[ParamInfo] = self._sharing.params  # of the whole run; what lies here:
+        self._infos = self._sharing.local
         self._model, self._provenance = model, dict(provenance or {})
-        self._all_parameters = named_parameters(model)
-        self._parameters = choose_parameters(self.params, self._all_parameters, self.at)
-        self._device = next(iter(self._parameters.values())).device
-        self.plan = Plan(self.at, [self._infos[name] for name in self._parameters], self.layers)
+        self._all_parameters = self._sharing.parameters
+        self._parameters = choose_parameters(self.params, self._all_parameters, self.at, self._sharing.several)
+        self._device = next(iter((self._parameters or self._all_parameters).values())).device
+        mine = [self._infos[name] for name in self._parameters if self._sharing.writes(name)]
+        self.plan = Plan(self.at, mine, self.layers, queue_steps, probe)
         for layer in self.layers:
             self.at.choose_experts(layer.num_experts)  # an id that is no expert is told now
         self._routing = "routing" in self.at.streams
         self._transfer = transfer_for(self._device)
         self._watch = ForwardWatch(model, self.layers, self.at.streams, self._on_forward)
-        self._hooks = StepHooks(self._parameters, optimizer, self._on_gradients, self._in_closure)
-        self._copier = GradientCopier(self.at, self._hooks, self._transfer, self._device, live=on_step is not None)
+        watched = self._parameters or self._all_parameters  # a stage of a pipeline may have nothing to record
+        self._hooks = StepHooks(watched, optimizer, self._on_gradients, self._in_closure, self._on_switch)
+        streams = self.at.streams
+        self._micro_norms = MicroNorms(self._infos, self._parameters, self._watch) if "micro_norms" in streams else None
+        self._probe = (
+            ProbeBatch(probe, self._watch, self._device) if "probe" in streams and self._sharing.rank == 0 else None
+        )
+        self._sample = (
+            PartSample(self.at, self.layers, self._device, self._sharing)
+            if self._sharing.is_split
+            else ExpertSample(self.at, self.layers, self._device)
+        )
+        self._copier = GradientCopier(
+            self.at,
+            self._infos,
+            self._hooks,
+            self._transfer,
+            self._device,
+            self._sample,
+            self._sharing,
+            statistics=GradientStatistics(statistics, self.at.pair_elements) if "statistics" in streams else None,
+            micro_norms=self._micro_norms,
+            live=on_step is not None,
+        )
         self._sink: TraceSink | None = None
         if self.path is not None:
             self.plan.check_room()
             header_to_json(self._header({}, self.at.streams))  # what cannot be written is told now
-            self._assembler = Assembler(self._infos, self.layers, self._transfer.pool, self.at)
+            self._assembler = Assembler(self._infos, self.layers, self._transfer.pool, self.at, self._sharing)
             # Absolute: a script that changes its folder goes on writing where it began.
             self._sink = TraceSink(self.path.absolute(), self._assembler, when_full, queue_steps)
         self._scalars: dict[str, Any] = {}
@@ -157,8 +198,9 @@ class Recorder:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory that the copies of gradients and weights have taken so far."""
-        return self._transfer.pool.allocated_bytes
+        """Memory of the recording so far: host buffers for copies, and on the device the step before (statistics)."""
+        kept = self._copier.statistics.kept_bytes if self._copier.statistics is not None else 0
+        return self._transfer.pool.allocated_bytes + kept
 
     def __enter__(self) -> Recorder:
         if self._entered:
@@ -169,6 +211,8 @@ class Recorder:
         self._watch.install()
         self._hooks.install()
         self._backward.install()
+        if self._micro_norms is not None:
+            self._micro_norms.install()
         self._prepare_next()
         return self
 
@@ -183,11 +227,9 @@ class Recorder:
                 self._finish_step()
             self._hand_over()
             if self._sink is not None and self.recorded_steps and not self._budget_spent:
-                self._sink.put(self._copier.snapshot(self.step + 1, self.plan.snapshot_bytes))
+                self._close(self._sink, kind is None)
         finally:
-            self._watch.remove()
-            self._hooks.remove()
-            self._backward.remove()
+            self._remove_hooks()
             if self._sink is not None:
                 self._sink.close(self._notices.tell)
                 self._notices.tell_misfits(self._assembler.misfits, self._assembler.misrouted)
@@ -205,6 +247,21 @@ class Recorder:
             )
         self._notices.raise_if_strict(self._sink)
 
+    def _close(self, sink: TraceSink, sound: bool) -> None:
+        """The weights and the probe as the last step left them."""
+        closing = self._copier.snapshot(self.step + 1, self.plan.snapshot_bytes)
+        if sound and self._probe is not None:
+            self._route_probe(closing)
+        if closing.tensors or closing.probe is not None:
+            sink.put(closing)
+
+    def _remove_hooks(self) -> None:
+        self._watch.remove()
+        self._hooks.remove()
+        self._backward.remove()
+        if self._micro_norms is not None:
+            self._micro_norms.remove()
+
     # ------------------------------------------------------------------------------------------ a step begins
 
     def _wants(self, step: int) -> bool:
@@ -213,12 +270,23 @@ class Recorder:
     def _prepare_next(self) -> None:
         self._backward.seen = False
         self._watch.capturing = self._routing and self._wants(self.step + 1)
+        if self._micro_norms is not None:
+            self._micro_norms.active = self._wants(self.step + 1)
+
+    def _on_switch(self, old: str, new: str) -> None:
+        self._scalars["optimizer"] = new
+        self._notices.tell_once(
+            f"{old} to {new}",
+            f"before step {self.step + 1} {new} took the place of {old}, whose parameters it steps; recording goes on "
+            f"with {new}, the header describes {old}",
+        )
 
     def _in_closure(self, inside: bool) -> None:
         self._watch.frozen = inside
 
     def _on_forward(self) -> None:
         """A training forward begins: the step before it is over, or its gradients were thrown away."""
+        self._sharing.look_for_ddp()
         self._hooks.forget_unfinished()
         if self._open:
             self._finish_step()
@@ -264,22 +332,50 @@ class Recorder:
         micro_steps = self._watch.take()
         job = Job(self.step, self._wants(self.step), self._scalars, micro_steps=micro_steps)
         self._job, self._scalars = job, {}
-        if not job.recorded:
-            return
-        if not self._checked and self._routing:
+        if job.recorded and not self._checked and self._routing:
             check_micro_steps(self._watch, micro_steps)
             self._watch.settle(micro_steps)
-        if self._sink is not None and not self._budget_spent:
-            self._find_room(job, self._sink)
+        if job.recorded:
+            self._sample.begin(self.step, micro_steps)
+        probes, weighs = self.at.probes(self.step), self.at.weighs(self.step)
+        wanted = job.recorded or probes or weighs or self._copier.statistics is not None
+        if wanted and self._sink is not None and not self._budget_spent:
+            self._find_room(job, self._sink, weighs or (job.recorded and not self._checked), probes)
+        if probes and (job.reserved or (self.on_step is not None and job.recorded)):
+            self._route_probe(job)
 
-    def _find_room(self, job: Job, sink: TraceSink) -> None:
+    def _route_probe(self, job: Job) -> None:
+        """Route the probe batch; what goes wrong is an error at the first time, and the end of probing later."""
+        if self._probe is None:
+            return
+        try:
+            job.probe = self._probe.route()
+        except Exception as error:
+            if not self._checked:
+                raise GradreelError(
+                    f"probe: calling the model with it failed ({type(error).__name__}: {error}); give what the model's "
+                    "forward takes, on any device"
+                ) from error
+            self._notices.tell(
+                f"the probe batch could not be routed at step {job.step} ({type(error).__name__}: {error}); training "
+                "and recording go on without probes"
+            )
+            self._probe = None
+            return
+        if not self._checked:
+            self._probe.check(job.probe)
+        self._transfer.begin(0)
+        job.probe.to_host(self._transfer.small)
+        job.ready.append(self._transfer.end())
+
+    def _find_room(self, job: Job, sink: TraceSink, weighs: bool, probes: bool) -> None:
         """Get the job its place in the budget and the queue, or make it one of scalars only."""
-        if not self._planned:
+        if not self._planned and job.recorded:
             self.plan.learn(job.micro_steps)
             self.plan.check_room()
             self._notices.tell(self.plan.sentence(self.path))
             self._planned = True
-        job.estimated_bytes = self.plan.step_bytes + (0 if self._checked else self.plan.snapshot_bytes)
+        job.estimated_bytes = self.plan.bytes_of(recorded=job.recorded, weighs=weighs, probes=probes)
         if not self.plan.has_room(sink.bytes_used, job.estimated_bytes):
             self._end_recording(job, sink)
         elif sink.reserve():
@@ -308,8 +404,10 @@ class Recorder:
         """Every optimizer of this step has shown its gradients."""
         job, self._job, self._open = self._job, None, []
         if job is not None:
+            for micro in job.micro_steps:
+                micro.added.clear()
             if job.norm is not None:
-                job.scalars["grad_norm"] = job.norm
+                job.scalars["grad_norm_local" if self._sharing.several else "grad_norm"] = job.norm
             job.scalars.setdefault("lr", group_rates(self._hooks.optimizers))
             if job.recorded and not job.skipped:
                 self._finish_recorded(job)
@@ -318,13 +416,15 @@ class Recorder:
         self._prepare_next()
 
     def _finish_recorded(self, job: Job) -> None:
-        if job.reserved and not self._checked and "gradient" in self.at.streams:
+        if job.reserved and not self._checked and "gradient" in self.at.streams and not self._sharing.several:
+            # Of several processes one may have no tokens for its experts.
             check_gradients(job.absent, [self._infos[name] for name in self._parameters])
         if not self._checked and self._sink is not None:
             names = {id(parameter): name for name, parameter in self._all_parameters.items()}
             run = describe_run(self._model, self._hooks.optimizers, names, self._device)
             streams = (*self.at.streams, *sorted({s for s, _, _ in job.tensors if s.startswith("state.")}))
-            self._sink.start(self._header(run, streams))
+            placements = self._sharing.placements(self._parameters)
+            self._sink.start(self._header(run, streams), self._sharing.rank, placements)
         self._checked = True
         self.recorded_steps += 1
         if self.on_step is not None:
@@ -337,6 +437,7 @@ class Recorder:
         return Header(
             params=tuple(self.params),
             layers=self.plan.layer_infos(),
+            ranks=self._sharing.world,
             streams=tuple(dict.fromkeys(streams)),
             run=run,
             record=self.at.to_json(),

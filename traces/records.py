@@ -18,6 +18,7 @@ from traces.hooks import MicroStep, given_rows
 from traces.layouts import MoELayer
 from traces.record_at import RecordAt
 from traces.schema import RawTensor, RoutingRecord, StepRecord
+from traces.sharing import Sharing
 from traces.small_streams import SmallStreams
 from traces.spool import BufferPool, presence_codes, raw_tensor
 from traces.views import NONE, ParamInfo, RoutingStep
@@ -54,9 +55,15 @@ class Assembler:
     """Turns jobs into records."""
 
     def __init__(
-        self, infos: Mapping[str, ParamInfo], layers: Sequence[MoELayer], pool: BufferPool, at: RecordAt
+        self,
+        infos: Mapping[str, ParamInfo],
+        layers: Sequence[MoELayer],
+        pool: BufferPool,
+        at: RecordAt,
+        sharing: Sharing | None = None,
     ) -> None:
         self._infos, self._layers, self._pool, self._at = infos, list(layers), pool, at
+        self._sharing = sharing
         self._sizes = {layer.layer: layer.num_experts - layer.zero_experts for layer in layers}
         self._small = SmallStreams(infos, layers)
         self.misfits: list[int] = []  # steps whose attention mask has another number of tokens than was routed
@@ -103,7 +110,7 @@ class Assembler:
         if job.probe is not None:
             self._small.add_probe(record, routing_records([job.probe], self._layers))
         self._thin(record, job)
-        return record
+        return record if self._sharing is None else self._sharing.to_global(record)
 
     def _presence(self, name: str, raw: RawTensor) -> np.ndarray:
         info = self._infos[name]
@@ -136,7 +143,8 @@ class Assembler:
 def described_shape(tensor: Tensor, info: ParamInfo) -> tuple[int, ...]:
     """Fused experts [E * F, H] are kept as [E, F, H]; any other tensor as it is."""
     fused = tensor.ndim == 2 and len(info.shape) == 3 and tensor.numel() == info.numel
-    return info.shape if fused else tuple(tensor.shape)
+    flat = tensor.ndim > 1 and info.shape == (tensor.numel(),)  # a part that is cut from the flattened tensor
+    return info.shape if fused or flat else tuple(tensor.shape)
 
 
 def fits(micro: MicroStep, layers: Iterable[MoELayer]) -> bool:

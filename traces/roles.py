@@ -119,11 +119,11 @@ class _Rules:
             if moe[0].is_list:
                 expert = self._index_in_list(name, moe[1], moe[0])
             else:
-                own = moe[0].num_experts - moe[0].zero_experts
+                own = moe[0].held
                 if moe[0].fused and parameter.ndim == 2 and shape[0] % own == 0:
                     rows = shape[0] // own
                     shape, strides = (own, rows, shape[1]), (rows * strides[0], *strides)
-                if shape and shape[0] in (own, moe[0].num_experts):
+                if shape and shape[0] in (own, moe[0].num_experts if moe[0].global_expert_ids is None else own):
                     expert_axis, num_experts = 0, shape[0]
         return ParamInfo(
             name=name,

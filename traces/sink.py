@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from traces.errors import GradreelError
+from traces.placements import Placement
 from traces.records import Assembler, Job
 from traces.schema import Header
 from traces.spool import Spool, check_queue
@@ -32,6 +33,7 @@ class TraceSink:
         self._assembler, self._when_full, self._queue_steps = assembler, when_full, queue_steps
         self._spool: Spool | None = None
         self._header: Header | None = None
+        self._rank, self._placements = 0, None  # type: int, Mapping[str, Placement | None] | None
         self._early: list[Job] = []
         self._sizes: deque[int] = deque()  # of records that are not sealed yet
         self._given = 0
@@ -57,9 +59,9 @@ class TraceSink:
         """Bytes on disk and estimated bytes on their way there."""
         return (self.writer.bytes_written if self.writer else 0) + sum(list(self._sizes))
 
-    def start(self, header: Header) -> None:
-        """The header is known now: write it with the first job, before any other."""
-        self._header = header
+    def start(self, header: Header, rank: int = 0, placements: Mapping[str, Placement | None] | None = None) -> None:
+        """The header is known now, and what this rank writes: write it with the first job, before any other."""
+        self._header, self._rank, self._placements = header, rank, placements
         early, self._early = self._early, []
         for job in early:
             self.put(job)
@@ -115,7 +117,7 @@ class TraceSink:
                 return
             if self.writer is None:
                 assert self._header is not None
-                self.writer = TraceWriter(self.path, self._header)
+                self.writer = TraceWriter(self.path, self._header, rank=self._rank, placements=self._placements)
             self.writer.append(record)  # what raises here was not taken
         except Exception as error:
             if isinstance(error, OSError):

@@ -296,6 +296,8 @@ def presence_codes(data: np.ndarray, dtype: str, num_experts: int | None) -> np.
     """ZERO or NONZERO of each expert's slice (axis 0), uint8 [E]; 0-d for `num_experts` None. -0.0 is zero, NaN not."""
     from traces.views import NONZERO, ZERO
 
+    if num_experts == 0:  # a rank without experts of its own
+        return np.zeros(0, np.uint8)
     rows = data.reshape(num_experts if num_experts is not None else 1, -1)
     if dtype == "bfloat16" or dtype.startswith("float8"):
         mask = data.dtype.type(0x7FFF if dtype == "bfloat16" else 0x7F)  # all but the sign

@@ -180,8 +180,8 @@ def _check_slot(chunk: ChunkFile, key: Key, slot: Slot, rank: RankFolder) -> Non
     step, stream, name = key
     if stream in _small.SMALL:
         where = f"{chunk.where}: {stream} of {clip(name)} at step {step}"
-        _small.check_slot(stream, name, slot.dtype, slot.shape, rank.tables, where)
-        _small.check_values(stream, name, chunk.read(slot), rank.tables, where)
+        _small.check_slot(stream, name, slot.dtype, slot.shape, rank.own.local_tables, where)
+        _small.check_values(stream, name, chunk.read(slot), rank.own.local_tables, where)
     if stream not in ("gradient", "grad_buffer", "weight"):
         return
     param = rank.tables.params.get(name)

@@ -21,7 +21,7 @@ from traces._store import StorePath, as_place, names_in
 from traces.chunks import MAX_TENSORS_PER_CHUNK, Key, check_tensor, raw_from_array, write_chunk
 from traces.errors import TraceError
 from traces.placements import Placement, placement_from_json
-from traces.rank_headers import rank_to_json
+from traces.rank_headers import local_tables, rank_to_json
 from traces.routing import check_routing, write_routing
 from traces.schema import Header, RawTensor, RoutingRecord, StepRecord, check_stream, header_to_json
 from traces.seals import (
@@ -84,6 +84,7 @@ class TraceWriter:
             param = self._param(name, "placement")
             if part is not None:
                 placement_from_json(part.to_json(), param.shape, f"placement of {clip(name)}")
+        self._local = local_tables(self._tables, self._placements)
         self._buffer: list[StepRecord] = []
         self._buffered_bytes = self._buffered_tensors = self._buffered_text = 0
         self._last_step, self._doubtful = -1, False
@@ -238,8 +239,8 @@ class TraceWriter:
                 if stream in _PARAM_STREAMS:
                     _check_shape(tensor, param, self._placements.get(name), record.experts.get(name), where)
             if stream in _small.SMALL:
-                _small.check_slot(stream, name, tensor.dtype, tuple(tensor.shape), self._tables, where)
-                _small.check_values(stream, name, tensor.data, self._tables, where)
+                _small.check_slot(stream, name, tensor.dtype, tuple(tensor.shape), self._local, where)
+                _small.check_values(stream, name, tensor.data, self._local, where)
             tensors[stream, name] = check_tensor(tensor, where)
             size += tensor.data.nbytes
         for name, codes in record.presence.items():
