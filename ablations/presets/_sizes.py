@@ -11,42 +11,46 @@ from ablations.models.config import MoEConfig
 from ablations.models.huggingface import HuggingFace
 from ablations.presets._ablation import Data, Size
 
-#: 64 experts of which a token sees one: with 256 tokens a step about 4 per expert, where matrices are 64 wide. 0.9M
-#: parameters, of which 0.8M are in routed experts.
+#: 64 experts of which a token sees one: with 64 tokens a step about 1 per expert, where matrices are 64 wide, so that a
+#: gradient has rank 1 and many experts are idle. 0.9M parameters, of which 0.8M are in routed experts. The one weight
+#: of a token is not renormalised, or no gradient would reach the router but that of its losses.
 FEW_TOKENS = MoEConfig(
     vocab_size=256,
     hidden_size=64,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
-    num_kv_heads=2,
+    num_kv_heads=4,
     head_dim=16,
     max_positions=128,
     dense_hidden=128,
     expert_hidden=64,
     num_experts=64,
     top_k=1,
-    moe_layers=(1,),
+    moe_layers=(0,),
+    router_weights="softmax_topk",
     aux_coefficient=0.01,
     expert_compute="grouped",
 )
+#: Changes of it: 8 experts of which a token sees two, and 512 tokens a step: 128 per expert, enough for full rank.
+MANY_TOKENS = {"model.num_experts": 8, "model.top_k": 2, "batch": 32, "steps": 400, "warmup": 20}
 _NANOWHALE = Path(__file__).resolve().parents[1] / "models" / "known" / "nanowhale-110m.json"
 _FINEWEB = Data("huggingface", {"path": "HuggingFaceFW/fineweb-edu", "name": "sample-10BT", "column": "text"})
 _OPENWEBTEXT = Data("huggingface", {"path": "Skylion007/openwebtext", "column": "text"})
 
 
 def few_tokens(**changes: Any) -> Size:
-    """Size `cpu`: 600 steps of 256 bytes, seconds a run."""
+    """Size `cpu`: 800 steps of 64 bytes in windows of 16, seconds a run."""
     size = Size(
         model=FEW_TOKENS,
-        steps=600,
-        batch=2,
-        length=128,
-        warmup=30,
-        grid=(3e-4, 1e-3, 3e-3),
-        shared_lr=3e-4,
+        steps=800,
+        batch=4,
+        length=16,
+        warmup=40,
+        grid=(5e-4, 1e-3, 2e-3),
+        shared_lr=1e-3,
         rest_lr=2e-3,
-        eval_batches=32,
-        eval_batch=16,
+        eval_batches=64,
+        eval_batch=32,
     )
     return replace(size, **changes)
 

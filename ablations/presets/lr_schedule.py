@@ -14,7 +14,7 @@ ABLATION = Ablation(
     ),
     baseline="sinkgd",
     arms={
-        "sinkgd": Arm("sinkgd", "stateless Sinkhorn"),
+        "sinkgd": Arm("sinkgd(alpha=1.0)", "stateless Sinkhorn"),
         "mesh": Arm("mesh", "momentum, then Sinkhorn"),
         "adamw": Arm("adamw(weight_decay=0.0)", "two moments"),
     },

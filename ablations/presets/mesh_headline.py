@@ -16,7 +16,7 @@ ABLATION = Ablation(
     arms={
         "sage_sinkhorn": Arm("sage_sinkhorn", "SAGE on vocabulary, stateless Sinkhorn elsewhere"),
         "adamw": Arm("adamw", "two moments everywhere"),
-        "sinkgd": Arm("sinkgd", "stateless Sinkhorn on matrices, Adam on the rest"),
+        "sinkgd": Arm("sinkgd(alpha=1.0)", "stateless Sinkhorn on matrices, Adam on the rest"),
         "mesh": Arm("mesh", "momentum in the experts' gradient buffer"),
         "mesh_b": Arm("mesh_b", "the same with a coarse inverse RMS behind it"),
         "full_momentum": Arm("mesh_full_state(experts=momentum)", "the momentum as state"),

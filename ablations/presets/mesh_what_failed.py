@@ -3,6 +3,13 @@
 from ablations.presets._ablation import Ablation, Arm
 from ablations.presets._sizes import as_mesh, few_tokens, on_gpu
 
+#: Where momentum comes first, noise no longer adds up in the weights, and a higher rate is best.
+_GRIDS = {
+    "smaller_steps": (1e-3, 2e-3, 4e-3),
+    "mesh": (1e-3, 2e-3, 4e-3),
+    "normalise_first": (1e-3, 3e-3, 9e-3),
+}
+
 ABLATION = Ablation(
     name="mesh_what_failed",
     question=(
@@ -15,15 +22,15 @@ ABLATION = Ablation(
     ),
     baseline="sinkgd",
     arms={
-        "sinkgd": Arm("sinkgd", "stateless Sinkhorn, five sweeps"),
-        "sign_only": Arm("sinkgd+sign_only", "the gradient's signs"),
-        "smaller_steps": Arm("sinkgd+smaller_steps(0.3)", "0.3 of the step"),
-        "regrouped": Arm("sinkgd+regrouped(stacked)", "all experts as one tall matrix"),
-        "one_sweep": Arm("sinkgd(sweeps=1)", "one sweep"),
+        "sinkgd": Arm("sinkgd(alpha=1.0)", "stateless Sinkhorn, five sweeps"),
+        "sign_only": Arm("sinkgd(alpha=1.0)+sign_only", "the gradient's signs"),
+        "smaller_steps": Arm("sinkgd(alpha=1.0)+smaller_steps(0.3)", "0.3 of the step"),
+        "regrouped": Arm("sinkgd(alpha=1.0)+regrouped(stacked)", "all experts as one tall matrix"),
+        "one_sweep": Arm("sinkgd(alpha=1.0, sweeps=1)", "one sweep"),
         "mesh": Arm("mesh", "momentum, then Sinkhorn; idle experts are skipped"),
         "mesh_as_zero": Arm("mesh(idle=as_zero)", "the same, with idle experts moving on, as in the paper"),
         "normalise_first": Arm("normalise_then_momentum", "Sinkhorn, then momentum"),
         "adamw": Arm("adamw(weight_decay=0.0)", "two moments"),
     },
-    sizes={"cpu": few_tokens(), "gpu": on_gpu(), "paper": as_mesh()},
+    sizes={"cpu": few_tokens(grids=_GRIDS), "gpu": on_gpu(), "paper": as_mesh()},
 )

@@ -1,13 +1,13 @@
 """The axis of signal to noise: fewer or more tokens per expert and step, by the number of experts and by the batch."""
 
 from ablations.presets._ablation import Ablation, Arm
-from ablations.presets._sizes import as_mesh, few_tokens, on_gpu
+from ablations.presets._sizes import MANY_TOKENS, as_mesh, few_tokens, on_gpu
 
-#: Names say the mean tokens per expert and step; matrices are 64 wide, so at 64 the gradient can have full rank.
+#: Names say the mean tokens per expert and step; matrices are 64 wide, so at 128 the gradient can have full rank.
 _CPU = {
-    "4_tokens": {},
-    "16_tokens": {"model.num_experts": 16},
-    "64_tokens": {"model.num_experts": 8, "model.top_k": 2},
+    "1_token": {},
+    "8_tokens": {"model.num_experts": 8},
+    "128_tokens": MANY_TOKENS,
 }
 _NANOWHALE = {
     "many_experts": {"model.config": {"n_routed_experts": 64, "num_experts_per_tok": 2}},
@@ -18,17 +18,17 @@ ABLATION = Ablation(
     name="scale_tokens_per_expert",
     question="Does smoothing help where an expert sees few tokens a step, and no longer where it sees many?",
     decides=(
-        "It is a matter of tokens per expert if mesh is better than sinkgd at 4 tokens, each at its own best rate, and "
-        "the difference shrinks towards 64, where the gradient of a matrix can have full rank."
+        "It is a matter of tokens per expert if mesh is better than sinkgd at 1 token, each at its own best rate, and "
+        "the difference shrinks towards 128, where the gradient of a matrix can have full rank."
     ),
     baseline="sinkgd",
     arms={
-        "sinkgd": Arm("sinkgd", "stateless Sinkhorn"),
+        "sinkgd": Arm("sinkgd(alpha=1.0)", "stateless Sinkhorn"),
         "mesh": Arm("mesh", "momentum, then Sinkhorn"),
         "adamw": Arm("adamw(weight_decay=0.0)", "two moments"),
     },
     sizes={
-        "cpu": few_tokens(settings=_CPU),
+        "cpu": few_tokens(settings=_CPU, grids={"mesh": (1e-3, 2e-3, 4e-3)}),
         "gpu": on_gpu(settings=_NANOWHALE),
         "paper": as_mesh(settings=_NANOWHALE),
     },
