@@ -41,6 +41,7 @@ def build_app() -> typer.Typer:
     from toolkit import cli as toolkit_cli
     from toolkit import cli_plan
     from traces import cli as traces_cli
+    from traces import cli_files
     from traces.console import example, new_app
 
     app = new_app("Record a mixture-of-experts training run and replay it through optimizers.")
@@ -49,6 +50,7 @@ def build_app() -> typer.Typer:
     app.command(epilog=example("gradreel record run.trace -- python train.py --steps 100"))(record)
     cli_run.register(app)
     traces_cli.register(app)
+    cli_files.register(app)
     toolkit_cli.register(app)
     cli_plan.register(app)
     cli_plan.add_models("ablations.models.known")
