@@ -106,7 +106,7 @@ def statistics_frame(tensors: Iterable[tuple[int, str, RawTensor]], params: Mapp
             key: pl.Series(key, values, pl.Float64).fill_nan(None)
             for key, values in zip(STATISTICS, raw.data, strict=True)
         }
-        frames.append(rows.with_columns(**found).cast(schema).select(schema))  # type: ignore[arg-type]
+        frames.append(rows.with_columns(**found).cast(schema).select(list(schema)))  # type: ignore[arg-type]
     frame = pl.concat(frames)
     sound = pl.col("nonfinite") == 0
     both = pl.col("dot_squares").sqrt() * pl.col("previous_squares").sqrt()

@@ -142,7 +142,7 @@ def replay(
         for group in plan.groups:
             walk = Walk(source, plan, group, tokens, want=_want(engine), device=device, seed=seed)
             for moment in walk:
-                _measure(engine, moment)
+                _measure(engine, moment, source)
                 writer.write(engine.drain())
                 advance(1)
             for subject in group:
@@ -194,6 +194,10 @@ def _route(source: Source, plan: Plan, engine: MetricEngine, writer: FrameWriter
         writer.write(engine.drain())
 
     tokens = read_tokens(source, plan, feed)
+    if "probe" in engine.needs:
+        for probe in source.probes(plan.steps):
+            engine.feed(StepView(probe.step, layer=probe.layer, probe=probe))
+            writer.write(engine.drain())
     for layer in source.routed_layers:
         writer.write(engine.rows(f"layer {layer}"))
     return tokens
@@ -215,9 +219,10 @@ def read_tokens(source: Source, plan: Plan, feed: Callable[[RoutingStep], None] 
     return tokens
 
 
-def _measure(engine: MetricEngine, moment: Moment) -> None:
+def _measure(engine: MetricEngine, moment: Moment, source: Source) -> None:
     """Feed the recorded side once and each recipe's side under its label."""
     subject = moment.subject
+    norms, counts = source.micro_norms(subject, moment.step) if "micro_norms" in engine.needs else (None, None)
     recorded = StepView(
         moment.step,
         param=subject.info,
@@ -226,6 +231,8 @@ def _measure(engine: MetricEngine, moment: Moment) -> None:
         presence=moment.presence,
         tokens_per_expert=moment.tokens,
         experts=subject.experts,
+        micro_norms=norms,
+        micro_tokens=counts,
     )
     engine.feed(recorded)
     reference = next((o for o in moment.outcomes if o.track.is_reference), None)

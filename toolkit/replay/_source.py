@@ -110,6 +110,24 @@ class Source:
         """What a layer executed, in step order."""
         return self.trace.routing_steps(layer)
 
+    def probes(self, steps: Sequence[int]) -> Iterator[RoutingStep]:
+        """What each layer did with the probe batch, layer by layer in step order; all of them where all steps are
+        replayed, else those from the first to the last of `steps`."""
+        if "probe" not in self.streams:
+            return
+        whole = tuple(steps) == self.steps
+        for layer in self.trace.layers:
+            for step in self.trace.probe_steps():
+                if whole or steps[0] <= step <= steps[-1]:
+                    probe = self.trace.probe_step(step, layer.layer)
+                    if probe is not None:
+                        yield probe
+
+    def micro_norms(self, subject: Subject, step: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Squared norms and tokens of each micro-step, float64 [M, E]; None where they were not recorded."""
+        found = self.trace.micro_norms(subject.info.name, step) if "micro_norms" in self.streams else None
+        return (None, None) if found is None else found
+
     @cached_property
     def recorded_lr(self) -> RecordedLr:
         """The recorded learning rates."""
