@@ -32,6 +32,7 @@ FLOORS = {
     "toolkit.cli_plan": 10,
     "ablations": 9,
     "ablations.cli": 10,
+    "ablations.cli_simulate": 10,
 }
 #: Rooms of one floor that must not know each other.
 BLIND = {"toolkit.optim", "toolkit.metrics", "toolkit.memory"}
@@ -108,7 +109,15 @@ def test_the_floor_check_sees_an_upward_import() -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    ["toolkit/stages", "toolkit/recipes", "toolkit/variants", "toolkit/metrics", "toolkit/plots", "ablations/presets"],
+    [
+        "toolkit/stages",
+        "toolkit/recipes",
+        "toolkit/variants",
+        "toolkit/metrics",
+        "toolkit/plots",
+        "ablations/presets",
+        "ablations/simulate/presets",
+    ],
 )
 def test_every_public_file_of_a_plugin_folder_defines_its_constant(folder: str) -> None:
     package = folder.replace("/", ".")

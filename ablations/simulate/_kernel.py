@@ -52,14 +52,14 @@ def _times_root(z, root, diagonal, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _moments(inputs, noise, curvature, cross):  # type: ignore[no-untyped-def]
-    """curvature <- mean of x x^T, cross <- mean of noise x^T, over the tokens."""
+def _moments(left, inputs, noise, curvature, cross):  # type: ignore[no-untyped-def]
+    """curvature <- mean of left x^T, cross <- mean of noise x^T, over the tokens."""
     count = inputs.shape[0]
     curvature[:], cross[:] = 0.0, 0.0
     for t in range(count):
         x = inputs[t]
         for i in range(x.size):
-            a = x[i] / count
+            a = left[t, i] / count
             row = curvature[i]
             for j in range(x.size):
                 row[j] += a * x[j]
@@ -338,10 +338,10 @@ def step_lane(w, x, slots, ops, numbers, rate, step, moves, match, look, scratch
 
 
 @jit
-def run_expert(
+def run_expert(  # type: ignore[no-untyped-def]
     kind, counts, drawn, root, sigma, diagonal, target, noise_std, drift, rates, evaluate, key0, key1, expert,
     weights, slots, ops, numbers, idle, arm_of, lr, match, out,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """All steps of one expert. out [L, evaluations, 3]: excess risk, stable rank, update RMS; target drifts in place.
 
     `counts` [steps] tokens a step, `rates` [steps] the schedule, `evaluate` [steps] bool, `idle`, `ops`, `numbers` per
@@ -350,6 +350,7 @@ def run_expert(
     steps, (lanes, m, n) = counts.size, weights.shape
     most = max(1, counts.max(), drawn)
     z, inputs, noise = np.empty((most, n)), np.empty((most, n)), np.empty((most, m))
+    others = np.empty((most if kind == MATCHED else 1, n))
     words = np.empty((max(most * max(m, n), m * n) + 7) // 4 * 4, np.uint32)
     walk, full, curvature, cross = np.empty((m, n)), np.empty((m, n)), np.empty((n, n)), np.empty((m, n))
     x = np.empty((m, n))
@@ -380,17 +381,19 @@ def run_expert(
                 for i in range(m):
                     noise[q, i] *= noise_std
             few = kind == TOKENS and 2 * number <= n
-            if not few:
-                _moments(inputs[:number], noise[:number], curvature, cross)
             if kind == MATCHED:
-                # Same mean and covariance as `tokens` outer products have, whatever their number.
+                normals(key0, key1, t, base + (3 << 36), words, z[:number].reshape(-1))
+                _times_root(z[:number], root, diagonal, others)
+                _moments(others[:number], inputs[:number], noise[:number], curvature, cross)
                 c = math.sqrt(number / tokens)
                 for i in range(n):
                     for j in range(n):
-                        curvature[i, j] = (1 - c) * sigma[i, j] + c * curvature[i, j]
+                        curvature[i, j] = sigma[i, j] + c * curvature[i, j]
                 for i in range(m):
                     for j in range(n):
                         cross[i, j] *= c
+            elif not few:
+                _moments(inputs[:number], inputs[:number], noise[:number], curvature, cross)
         for lane in range(lanes):
             arm = arm_of[lane]
             w = weights[lane]

@@ -17,6 +17,8 @@ Way = Literal["tuned", "shared", "matched"]
 WAYS: tuple[Way, ...] = ("tuned", "shared", "matched")
 #: Share of the evaluations, from the end, that are averaged where the lr does not fall to 0 or the target moves.
 TAIL = 0.25
+#: A risk above this is that of a run that diverged; at W = 0 it is about the number of rows.
+DIVERGED = 1e9
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def final_risk(world: World, outcome: Outcome) -> np.ndarray:
     risks = outcome.values[..., RISK]
     count = 1 if world.schedule == "cosine" and not world.drift else max(1, round(TAIL * outcome.steps.size))
     with np.errstate(over="ignore", invalid="ignore"):
-        return risks[..., -count:].mean(axis=(2, 3))
+        mean = risks[..., -count:].mean(axis=(2, 3))
+    return np.where(mean > DIVERGED, np.inf, mean)
 
 
 def typical(outcome: Outcome, what: int) -> np.ndarray:

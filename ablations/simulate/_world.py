@@ -34,8 +34,10 @@ class World:
     `noise` is the standard deviation of the label noise of one output, `drift` that of the step of each target element
     (a random walk). `spectrum` a: eigenvalue j of Sigma is ~ j^-a, their mean 1; `basis` says whether its directions
     are the axes or turned at random, per expert.
-    `gradient`: "tokens" as above. "matched": `rank` outer products whose mean and covariance are, exactly, those of k
-    tokens, so that the rank changes and the noise does not. "quadratic": (W - T) Sigma + noise of covariance
+    `gradient`: "tokens" as above. "matched": the expected gradient plus symmetric noise, the sum of `rank` outer
+    products a b^T / sqrt(k rank) with a ~ N(0, A), b ~ N(0, Sigma) independent and A = (W - T) Sigma (W - T)^T +
+    noise^2 I. Its covariance A x Sigma / k is the same for every rank, and that of k tokens but for the part they owe
+    to a and b being dependent, about one in n. "quadratic": the expected gradient plus noise of covariance
     noise^2 / k I x Sigma, the noisy quadratic, which is what many tokens tend to.
     Weights start at 0, targets at N(0, 1 / n). `schedule` of the lr: "cosine" to 0, or "constant".
     """

@@ -5,6 +5,7 @@ Not a test file: `test_plots.py`, `test_report.py` and the plot contract load it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,14 @@ def made_up_frame(
                 add("update_rms", rms * near(1.0, 0.1, 9.0, 1), step=int(step), **router, recipe=recipe)
             both = {**router, "recipe": recipe}
             _lagged(add, "update_cos", lambda lag, c=cos: near(0.3 + 0.6 * c ** (lag**0.5), count=1), steps, lags, both)
+    for number, (tokens, activity) in enumerate(itertools.product((0.04, 0.3, 4.0), (0.1, 0.5, 1.0))):
+        world = {"run": f"{run};world-{number}", "metric": "world.tokens_over_min_side", "unit": "1"}
+        rows.append({**world, "value": tokens * scale})
+        rows.append({**world, "metric": "world.activity", "value": activity})
+        for arm, low, high in (("mesh", 1.2, 1.6), ("rms", 0.9, 1.3)):
+            for end, factor in (("", 1.1), ("_low", low), ("_high", high)):
+                ratio = {"metric": f"risk_ratio_tuned{end}", "value": factor / (tokens + activity) * scale}
+                rows.append({**world, **ratio, "arm": arm, "recipe": arm, "role": "routed_expert"})
     return as_frame(rows)
 
 
