@@ -227,10 +227,12 @@ class ForwardWatch:
                 return
             linked_by = args
             if read is not None:
-                given = read(module, args, kwargs, output)
+                ids, scores, logits = read(module, args, kwargs, output)
                 # What was made here is no part of the graph, what came out of the module may be.
-                capture = Capture(*(part if part is None else part.detach() for part in given))
+                capture = Capture(ids, None if scores is None else scores.detach(), logits)
                 linked_by = (*flatten(output), *args)
+                if logits is not None:
+                    capture.logits = logits.detach()
             else:
                 capture = read_router_output(output, layer.num_experts)
             if first:

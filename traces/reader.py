@@ -346,7 +346,7 @@ class Trace:
                 presence=presence,
                 weight=weight,
                 lr=self.lr(step, name),
-                tokens_per_expert=counts,
+                tokens_per_expert=None if counts is None else counts[: info.num_experts],  # ids without weights end it
                 experts=self.experts(name, step),
                 scalars=scalars,
                 micro_norms=None if micro is None else micro[0],

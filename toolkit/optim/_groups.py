@@ -44,8 +44,12 @@ def describe(parameter: Any, name: str, role: str, layout: Mapping[str, Any] | N
     """
     if role not in ROLES:
         raise GradreelError(f"role of {name} is {role!r}; allowed: {', '.join(ROLES)}")
-    shape = tuple(parameter.shape)
+    shape, strides = tuple(parameter.shape), tuple(parameter.stride())
     known = dict(layout) if layout is not None else usual_layout(role, shape)
+    experts = known.get("num_experts")
+    if known.get("expert_axis") == 0 and experts and len(shape) == 2 and shape[0] > experts and not shape[0] % experts:
+        rows = shape[0] // experts  # one expert after another in 2-D weights: stepped as a view [E, F, H]
+        shape, strides = (experts, rows, shape[1]), (rows * strides[0], *strides)
     axes = known.get("matrix_axes")
     return ParamInfo(
         name=name,
@@ -57,7 +61,7 @@ def describe(parameter: Any, name: str, role: str, layout: Mapping[str, Any] | N
         expert_axis=known.get("expert_axis"),
         num_experts=known.get("num_experts"),
         matrix_axes=None if axes is None else (int(axes[0]), int(axes[1])),
-        strides=tuple(parameter.stride()),
+        strides=strides,
     )
 
 

@@ -161,14 +161,16 @@ def presence_codes(gradient: Tensor, stepper: Stepper) -> Tensor:
 
 
 def resolve(mode: str, stepper: Stepper, *, maximize: bool, parameter: Any) -> bool:
-    """Whether a buffer may be attached: nothing else rewrites `.grad` (one process, no DTensor), and no stage before
-    the momentum needs this step's gradient."""
+    """Whether a buffer may be attached: nothing else rewrites `.grad` (one process, no DTensor), the weight is stepped
+    in its own shape, and no stage before the momentum needs this step's gradient."""
     plain = not hasattr(parameter, "to_local") and not several_processes() and not maximize
+    plain = plain and tuple(parameter.shape) == tuple(stepper.info.shape)
     plain = plain and stepper.chain.stages[0].name == "hidden_ema"
     if mode == "attached" and not plain:
         raise GradreelError(
-            f"{stepper.info.name}: hidden_momentum is 'attached' with several processes, DTensors, maximize or a stage "
-            "before the momentum; use 'apart' (or 'auto'), which keeps the buffer beside this step's gradient"
+            f"{stepper.info.name}: hidden_momentum is 'attached' with several processes, DTensors, maximize, experts "
+            "fused into 2-D weights or a stage before the momentum; use 'apart' (or 'auto'), which keeps the buffer "
+            "beside this step's gradient"
         )
     return mode != "apart" and plain
 

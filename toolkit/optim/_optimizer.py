@@ -117,6 +117,10 @@ class RecipeOptimizer(torch.optim.Optimizer):
         for parameter, name, layout in zip(group["params"], names, layouts, strict=True):
             info = describe(parameter, name, group["role"], layout)
             if hasattr(parameter, "placements"):
+                if len(info.shape) != parameter.ndim:
+                    raise GradreelError(
+                        f"{name}: experts fused into 2-D weights {tuple(parameter.shape)} are sharded; allowed: whole"
+                    )
                 self._shards[parameter] = Shard(parameter, info, self.recipe)
                 info = self._shards[parameter].info
             self._infos[parameter] = info
@@ -186,7 +190,10 @@ class RecipeOptimizer(torch.optim.Optimizer):
         for group, lr in zip(self.param_groups, rates, strict=True):
             for parameter in group["params"]:
                 layer = self._infos[parameter].layer
-                self._step_one(parameter, lr, None if layer is None else counts.get(layer))
+                tokens = None if layer is None else counts.get(layer)
+                if tokens is not None and parameter not in self._shards:  # ids of experts without weights end it
+                    tokens = tokens[: self._infos[parameter].num_experts]
+                self._step_one(parameter, lr, tokens)
         self._tell_of_attachment()
         return loss
 
@@ -224,6 +231,8 @@ class RecipeOptimizer(torch.optim.Optimizer):
             weight, gradient = shard.whole(weight), shard.whole(gradient)
         if gradient.layout is not torch.strided:
             raise GradreelError(f"{stepper.info.name}: its gradient is {gradient.layout}; allowed: dense gradients")
+        if weight.ndim < len(stepper.info.shape):  # experts fused into 2-D weights
+            weight, gradient = weight.view(stepper.info.shape), gradient.reshape(stepper.info.shape)
         gradient = gradient.neg() if self.maximize else gradient
         watch = stepper.is_expert and self.recipe.idle != "as_zero"
         presence = presence_codes(gradient, stepper) if watch else None

@@ -219,7 +219,7 @@ def _cut_tokens(subject: Subject, tokens: Mapping[tuple[int, int], np.ndarray], 
         return None
     if info.expert_axis is None:
         return counts[info.expert : info.expert + 1]  # type: ignore[operator]
-    return counts if subject.experts is None else counts[subject.experts]
+    return counts[: info.num_experts] if subject.experts is None else counts[subject.experts]
 
 
 def rms(tensor: Tensor | None) -> float:
