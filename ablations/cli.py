@@ -39,7 +39,7 @@ def build_app() -> typer.Typer:
     """The whole command line. Registers verbs only; their work is imported when they run."""
     from ablations import cli_run, cli_simulate
     from toolkit import cli as toolkit_cli
-    from toolkit import cli_plan
+    from toolkit import cli_new, cli_plan
     from traces import cli as traces_cli
     from traces import cli_files
     from traces.console import example, new_app
@@ -52,6 +52,7 @@ def build_app() -> typer.Typer:
     cli_simulate.register(app)
     traces_cli.register(app)
     cli_files.register(app)
+    cli_new.register(app)
     toolkit_cli.register(app)
     cli_plan.register(app)
     cli_plan.add_models("ablations.models.known")

@@ -16,6 +16,7 @@ PACKAGES = ("traces", "toolkit", "ablations")
 FLOORS = {
     "traces": 0,
     "traces.cli": 10,
+    "traces.cli_files": 10,
     "traces.cli_record": 10,
     "toolkit.frame": 1,
     "toolkit.kernels": 2,
@@ -29,6 +30,7 @@ FLOORS = {
     "toolkit.plots": 8,
     "toolkit.report": 8,
     "toolkit.cli": 10,
+    "toolkit.cli_new": 10,
     "toolkit.cli_plan": 10,
     "ablations": 9,
     "ablations.cli": 10,
