@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -88,9 +89,11 @@ def load_plugin_file(path: str | Path) -> list[str]:
     if spec is None or spec.loader is None:
         raise GradreelError(f"plug-in file {str(file)!r} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import does: dataclasses look their own module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise GradreelError(f"plug-in file {str(file)!r} failed: {type(error).__name__}: {error}") from error
     added = _add_constants(module)
     if not added:
