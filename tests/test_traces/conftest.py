@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -131,3 +133,53 @@ def parts() -> Any:
 def notes() -> list[str]:
     """What a Recorder has to say: pass `notify=notes.append`."""
     return []
+
+
+class FakeCuda:
+    """Streams and events that only write down what is asked of them, with the thread that asks."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        fake = self
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str = "side") -> None:
+                self.name = name
+
+            def wait_stream(self, other: Any) -> None:
+                fake.note(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Any) -> None:
+                fake.note(f"{self.name} waits for event")
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                fake.note(f"event after {stream.name}")
+
+            def synchronize(self) -> None:
+                fake.note("host waits")
+
+        self.Stream, self.Event, self.main = Stream, Event, Stream(name="main")
+
+    def note(self, what: str) -> None:
+        self.log.append((what, threading.current_thread().name))
+
+    def current_stream(self, device: Any) -> Any:
+        return self.main
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        self.note(f"on {stream.name}")
+        yield
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return FakeCuda()
+
+
+@pytest.fixture
+def fake_cuda() -> type:
+    """The class of `fake`, which leaves torch's own `record_stream` in place."""
+    return FakeCuda

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +20,7 @@ from traces.views import NONZERO, ZERO
 DOWN = "layers.1.experts.down_proj"
 
 
-class FakeCuda:
-    """Streams and events that only write down what is asked of them, with the thread that asks."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, str]] = []
-        fake = self
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str = "side") -> None:
-                self.name = name
-
-            def wait_stream(self, other: Any) -> None:
-                fake.note(f"{self.name} waits for {other.name}")
-
-            def wait_event(self, event: Any) -> None:
-                fake.note(f"{self.name} waits for event")
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                fake.note(f"event after {stream.name}")
-
-            def synchronize(self) -> None:
-                fake.note("host waits")
-
-        self.Stream, self.Event, self.main = Stream, Event, Stream(name="main")
-
-    def note(self, what: str) -> None:
-        self.log.append((what, threading.current_thread().name))
-
-    def current_stream(self, device: Any) -> Any:
-        return self.main
-
-    @contextmanager
-    def stream(self, stream: Any) -> Any:
-        self.note(f"on {stream.name}")
-        yield
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    return FakeCuda()
-
-
-def test_cuda_copies_go_over_the_side_stream_and_nobody_waits(fake: FakeCuda) -> None:
+def test_cuda_copies_go_over_the_side_stream_and_nobody_waits(fake: Any) -> None:
     transfer = CudaTransfer(torch.device("cpu"), cuda=fake, pinned=False)
     source = torch.randn(3, 4).t()
     transfer.begin(source.numel() * 4)
@@ -88,7 +42,7 @@ def test_cuda_copies_go_over_the_side_stream_and_nobody_waits(fake: FakeCuda) ->
     assert fake.log[-1][0] == "host waits"
 
 
-def test_cuda_gradients_too_large_to_stage_hold_the_main_stream(fake: FakeCuda, monkeypatch) -> None:
+def test_cuda_gradients_too_large_to_stage_hold_the_main_stream(fake: Any, monkeypatch) -> None:
     monkeypatch.setattr(traces.spool, "STAGE_BYTES", 4)
     transfer = CudaTransfer(torch.device("cpu"), cuda=fake, pinned=False)
     transfer.begin(100)
@@ -179,9 +133,9 @@ def test_spool_survives_its_work_and_counts() -> None:
         Spool(work, limit=0)
 
 
-def test_what_is_on_the_host_already_needs_no_device() -> None:
+def test_what_is_on_the_host_already_needs_no_device(fake_cuda: Any) -> None:
     """Adam's step counters, a user's mask, and ids that went over for another optimizer of the same step."""
-    transfer = CudaTransfer(torch.device("cuda"), cuda=FakeCuda(), pinned=False)  # record_stream would raise here
+    transfer = CudaTransfer(torch.device("cuda"), cuda=fake_cuda(), pinned=False)  # record_stream would raise here
     transfer.begin(8)
     counter = torch.tensor(7.0)
     copied = transfer.copy(counter)
