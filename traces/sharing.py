@@ -142,6 +142,13 @@ class Sharing:
             return None
         return [p for p, name in zip(parameters, names, strict=True) if name is not None and self.writes(name)]
 
+    def why_silent(self, model: nn.Module) -> str:
+        """What may have kept every hook from firing, as the beginning of an advice."""
+        now = {id(parameter) for parameter in model.parameters()}
+        if any(hasattr(p, "placements") for p in model.parameters()) and now.isdisjoint(self._names):
+            return "the model was sharded after the Recorder was built, so build it after fully_shard; "
+        return ""
+
     # ------------------------------------------------------------------------------------------------ who writes
 
     def look_for_ddp(self, model: nn.Module | None = None) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from traces import RecordAt, Recorder, open_trace
+from traces import NotRecorded, RecordAt, Recorder, TraceError, open_trace
+from traces.layouts import Layout
 
 EXPERTS, TOP_K, WIDTH = 3, 1, 4
 ALL = RecordAt(roles=("all",))
@@ -53,9 +54,10 @@ class RankExperts(nn.Module):
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)
+        up, down = (w.to_local() if hasattr(w, "to_local") else w for w in (self.up_proj, self.down_proj))
         for place, expert in enumerate(self.held):
             share = (weights * (indices == expert)).sum(1, keepdim=True)
-            out = out + F.linear(F.linear(tokens, self.up_proj[place]).tanh(), self.down_proj[place]) * share
+            out = out + F.linear(F.linear(tokens, up[place]).tanh(), down[place]) * share
         return out
 
 
@@ -265,8 +267,6 @@ def fsdp(rank: int, folder: Path) -> None:
         for chosen in ([2], [2, 0], [0, 1, 2], []):
             some = trace.gradient(name, 2, experts=chosen)
             assert same_bits(some, witness.gradients[2][name][chosen])  # type: ignore[index]
-        for number in (0, 1):
-            assert not (folder / "fsdp.trace" / f"rank-{number:05d}" / "missing").exists()
         rows = trace.statistics()
         for param in (name, "layers.0.mlp.gate.weight", "inside.bias"):
             mine = rows.filter((rows["param"] == param) & (rows["step"] == 2))
@@ -277,3 +277,319 @@ def fsdp(rank: int, folder: Path) -> None:
             np.testing.assert_allclose(mine["sum_squares"].to_numpy(), wanted.numpy(), rtol=1e-6)
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in witness.gradients[1].values()]))  # type: ignore[union-attr]
         assert abs(trace.scalars()["grad_norm"][0] - float(norm)) < 1e-5 * float(norm)
+
+
+def accumulation(rank: int, folder: Path) -> None:
+    """Fault 13 under DDP: eight tokens at once or in four micro-batches give one gradient and equal counts."""
+    found = []
+    for name, parts in (("once", 1), ("four", 4)):
+        model = RankModel()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with Recorder(folder / f"{name}.trace", wrapped, optimizer, at=ALL):
+            pieces = batch(1, rank, 8).chunk(parts)
+            for piece in pieces[:-1]:
+                with wrapped.no_sync():
+                    (wrapped(piece).square().mean() / parts).backward()
+            (wrapped(pieces[-1]).square().mean() / parts).backward()
+            optimizer.step()
+        dist.barrier()
+        found.append(open_trace(folder / f"{name}.trace"))
+    for layer in (0, 1):
+        one, four = (trace.routing_step(1, layer) for trace in found)
+        assert one is not None
+        assert four is not None
+        assert one.tokens_per_expert.tolist() == four.tokens_per_expert.tolist()
+        assert int(one.tokens_per_expert.sum()) == 16
+    for param in found[0].infos:
+        one, four = (trace.gradient(param, 1) for trace in found)
+        torch.testing.assert_close(one, four, rtol=1e-5, atol=1e-7)
+
+
+def gathered(gradient: Tensor, held: list[int]) -> Tensor:
+    """The experts of all ranks in one stack."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (held, gradient.detach().clone()))
+    out = torch.empty(EXPERTS, *gradient.shape[1:])
+    for ids, part in found:
+        out[ids] = part
+    return out
+
+
+def mean_of_others(model: nn.Module) -> None:
+    """What is no expert is trained on the mean, without DDP."""
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def experts_declared(rank: int, folder: Path) -> None:
+    """Expert parallelism that only the user knows of, ids in an order of their own."""
+    held = [[2, 0], [1]][rank]
+    for kind, moe in (("stack", RankMoe), ("list", ListMoe)):
+        model = RankModel(lambda moe=moe, held=held: moe(EXPERTS, held))
+        layout = Layout("layers.*.mlp.experts", num_experts=EXPERTS, global_expert_ids=held)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        seen: dict[int, dict[str, Tensor | None]] = {}
+        counts: dict[int, list[list[int]]] = {}
+        with Recorder(folder / f"ep_{kind}.trace", model, optimizer, at=ALL, layout=layout):
+            for step in (1, 2):
+                model(batch(step, rank)).square().mean().backward()
+                mean_of_others(model)
+                counts[step] = [count(router).tolist() for router in model.routers()]
+                seen[step] = {}
+                for name, parameter in model.named_parameters():
+                    if kind == "stack" and ".experts." in name:
+                        seen[step][name] = gathered(parameter.grad, held)
+                    elif ".experts." in name:
+                        place = int(name.split(".")[4])
+                        name = name.replace(f"experts.{place}.", f"experts.{held[place]}.")
+                        seen[step][name] = None if parameter.grad is None else parameter.grad.clone()
+                    else:
+                        seen[step][name] = parameter.grad.clone()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        trace = open_trace(folder / f"ep_{kind}.trace")
+        assert trace.layer(0).num_experts == EXPERTS
+        for step in (1, 2):
+            for name, gradient in seen[step].items():
+                assert same_bits(trace.gradient(name, step), gradient), (kind, name)
+                assert trace.presence(name, step).shape == ((EXPERTS,) if trace.param(name).expert_axis == 0 else ())
+            for layer in (0, 1):
+                routing = trace.routing_step(step, layer)
+                assert routing is not None
+                assert routing.tokens_per_expert.tolist() == counts[step][layer]
+        assert [f for f in trace.verify() if f.severity == "damage"] == []
+        experts = {info.expert for info in trace.infos.values() if info.role == "routed_expert"}
+        assert experts == ({None} if kind == "stack" else {0, 1, 2})
+
+
+def experts_dtensor(rank: int, folder: Path) -> None:
+    """Expert parallelism by DTensor, router and the rest under DDP's rules by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, held = init_device_mesh("cpu", (2,)), [[0, 1], [2]][rank]
+    model = RankModel()
+    for layer in model.layers:
+        experts = layer["mlp"].experts
+        experts.held = held
+        for name in ("up_proj", "down_proj"):
+            setattr(experts, name, nn.Parameter(distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    at = RecordAt(roles=("router", "routed_expert"), experts=(0, 2))
+    with Recorder(folder / "ep.trace", model, optimizer, at=at):
+        model(batch(1, rank)).square().mean().backward()
+        mean_of_others(model)
+        seen = {n: whole(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+    dist.barrier()
+    trace = open_trace(folder / "ep.trace")
+    for name in trace.infos:
+        if trace.param(name).expert_axis == 0:
+            ids = trace.experts(name, 1)
+            assert ids is not None
+            assert ids.tolist() == [0, 2]
+            assert same_bits(trace.gradient(name, 1), seen[name][[0, 2]])
+            assert same_bits(trace.gradient(name, 1, experts=[2]), seen[name][[2]])
+            try:
+                trace.gradient(name, 1, experts=[1])
+            except NotRecorded as error:
+                assert "expert 1" in str(error)
+            else:
+                raise AssertionError
+        elif trace.param(name).role == "router":
+            assert same_bits(trace.gradient(name, 1), seen[name])
+
+
+class Odd(nn.Module):
+    """A MoE model beside parameters that are split in every way a mesh allows."""
+
+    def __init__(self, mesh: Any, splits: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
+        super().__init__()
+        self.model = RankModel(layers=1)
+        self.odd = nn.ParameterDict()
+        from torch.distributed.tensor import distribute_tensor
+
+        for name, (shape, placements) in splits.items():
+            self.odd[name] = nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements, src_data_rank=None))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+
+def placements(rank: int, folder: Path) -> None:
+    """Parts of tensors along any axis, none at all, replicas, and two-dimensional meshes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    world = dist.get_world_size()
+    shapes = [(world,), (1, world), (world, 1)] + ([(2, 2)] if world == 4 else [])
+    for number, shape in enumerate(shapes):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        one = {
+            "uneven": ((5, 3), [Shard(0)]),
+            "columns": ((3, 5), [Shard(1)]),
+            "last": ((2, 3, 7), [Shard(2)]),
+            "single": ((1, 4), [Shard(0)]),
+            "empty": ((0, 4), [Shard(0)]),
+            "scalar": ((), [Replicate()]),
+            "same": ((3, 2), [Replicate()]),
+        }
+        two = {
+            "hybrid": ((5, 3), [Replicate(), Shard(0)]),
+            "twice": ((7, 3), [Shard(0), Shard(0)]),
+            "both": ((5, 6), [Shard(0), Shard(1)]),
+            "strided": ((11, 2), [_StridedShard(0, split_factor=shape[-1]), Shard(0)]),
+            "outer": ((5, 3), [Shard(0), Replicate()]),
+        }
+        torch.manual_seed(1)
+        model = Odd(mesh, one if len(shape) == 1 else two)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with Recorder(folder / f"odd{number}.trace", model, optimizer, at=ALL):
+            for step in (1, 2):
+                optimizer.zero_grad()
+                model(batch(step, rank)).square().mean().backward()
+                mean_of_others(model.model)
+                seen = {}
+                for name, parameter in model.odd.items():
+                    full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                    parameter.grad = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
+                    seen[f"odd.{name}"] = full
+                optimizer.step()
+        dist.barrier()
+        trace = open_trace(folder / f"odd{number}.trace")
+        for name, full in seen.items():
+            assert same_bits(trace.gradient(name, 2), full), (shape, name)
+            assert int(trace.presence(name, 2)) == (2 if not full.numel() else 3), name
+        assert [f for f in trace.verify() if f.severity == "damage" and "odd" in f.message] == []
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline; `number` is the block's in the whole model, `local` the one its name shows."""
+
+    def __init__(self, number: int, local: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleDict({str(local): nn.ModuleDict({"mlp": RankMoe(EXPERTS)})})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer["mlp"](hidden)
+        return hidden
+
+
+def pipeline(rank: int, folder: Path) -> None:
+    """Two stages, two micro-batches; the second case counts its blocks from 0 on each rank."""
+    for kind in ("named", "renamed"):
+        stage = Stage(rank, rank if kind == "named" else 0)
+        names = {"layers.0": f"layers.{rank}"} if kind == "renamed" else None
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=10.0 ** -(2 + rank))
+        seen: dict[int, dict[str, Tensor]] = {}
+        with Recorder(folder / f"{kind}.trace", stage, optimizer, at=ALL, global_names=names) as reel:
+            for step in (1, 2):
+                for micro in (0, 1):
+                    if rank == 0:
+                        out = stage(batch(step, micro))
+                        dist.send(out.detach(), 1)
+                        back = torch.empty_like(out)
+                        dist.recv(back, 1)
+                        out.backward(back)
+                    else:
+                        hidden = torch.empty(6, WIDTH)
+                        dist.recv(hidden, 0)
+                        hidden.requires_grad_()
+                        loss = stage(hidden).square().mean()
+                        loss.backward()
+                        reel.log(loss=loss)
+                        dist.send(hidden.grad, 0)
+                seen[step] = {
+                    n.replace("layers.0", f"layers.{rank}"): p.grad.clone() for n, p in stage.named_parameters()
+                }
+                optimizer.step()
+                optimizer.zero_grad()
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, seen)
+        dist.barrier()
+        trace = open_trace(folder / f"{kind}.trace")
+        assert [layer.layer for layer in trace.layers] == [0, 1]
+        assert sorted(trace.infos) == sorted({**every[0][1], **every[1][1]})
+        for part in every:
+            for step, gradients in part.items():
+                for name, gradient in gradients.items():
+                    assert same_bits(trace.gradient(name, step), gradient), name
+        assert trace.lr(1, "layers.0.mlp.gate.weight") == 1e-2
+        assert trace.lr(1, "layers.1.mlp.gate.weight") == 1e-3
+        assert trace.scalars()["tokens"].to_list()[:2] == [12, 12]
+        assert trace.scalars()["loss"].null_count() <= 1
+        assert int(trace.routing_step(1, 1).tokens_per_expert.sum()) == 12  # type: ignore[union-attr]
+        assert [f for f in trace.verify() if f.severity == "damage"] == []
+
+
+def one_recorder(rank: int, folder: Path) -> None:
+    """Only rank 0 records: rank 1 waits for nothing, and the trace says what it lacks."""
+    model = nn.parallel.DistributedDataParallel(RankModel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        for step in range(1, 3):
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if rank == 0:
+        with Recorder(folder / "one.trace", model, optimizer):
+            train()
+        try:
+            open_trace(folder / "one.trace")
+        except TraceError as error:
+            assert "rank-00001 is missing" in str(error)
+            assert "partial=True" in str(error)
+        else:
+            raise AssertionError
+        trace = open_trace(folder / "one.trace", partial=True)
+        assert trace.steps == [1, 2]
+        assert trace.missing_ranks == "rank 1"
+        assert trace.gradient("layers.0.mlp.experts.up_proj", 1) is not None
+        assert trace.routing_step(1, 0) is None, "half of the tokens are no count"
+        assert trace.routing().collect().height == 2 * 2 * 6
+    else:
+        train()
+
+
+def sharded_late(rank: int, folder: Path) -> None:
+    """Hooks that were added before fully_shard never fire: an error says so."""
+    from torch.distributed.fsdp import fully_shard
+
+    from traces import GradreelError
+
+    model: Any = RankModel()
+    try:
+        with Recorder(folder / "late.trace", model):
+            fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            model(batch(1, rank)).square().mean().backward()
+            optimizer.step()
+    except GradreelError as error:
+        assert "build it after fully_shard" in str(error), error
+    else:
+        raise AssertionError
+
+
+EVERY = [
+    "ddp",
+    "ddp_list",
+    "fsdp",
+    "accumulation",
+    "experts_declared",
+    "experts_dtensor",
+    "placements",
+    "pipeline",
+    "one_recorder",
+    "sharded_late",
+]
