@@ -166,12 +166,12 @@ def plan_memory(
         "parallel": parallel or Parallel(),
         "run": run or Run(),
     }
-    for name, value in settings.items():
-        part = next((p for p, holder in parts.items() if name in {f.name for f in fields(holder)}), None)
-        if part is None:
-            allowed = sorted(f.name for holder in parts.values() for f in fields(holder))
-            raise GradreelError(f"plan_memory has no setting {name!r}; allowed: {', '.join(allowed)}")
-        parts[part] = replace(parts[part], **{name: value})
+    known = {f.name: part for part, holder in parts.items() for f in fields(holder)}
+    wrong = next((name for name in settings if name not in known), None)
+    if wrong is not None:
+        raise GradreelError(f"plan_memory has no setting {wrong!r}; allowed: {', '.join(sorted(known))}")
+    for part in parts:  # all of one part at once, since they are checked together
+        parts[part] = replace(parts[part], **{name: value for name, value in settings.items() if known[name] == part})
     arch = architecture(source)
     if run is None and "sequence" not in settings:
         parts["run"] = replace(parts["run"], sequence=usual_sequence(arch))
