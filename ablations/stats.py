@@ -20,7 +20,8 @@ from traces.errors import GradreelError
 
 Verdict = Literal["better", "worse", "not decided"]
 LEVEL = 0.95
-_RESAMPLES = 4000
+_RESAMPLES = 2000
+_AT_ONCE = 250
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,14 @@ def hierarchical_bootstrap(
     table = np.stack([np.asarray(w, dtype=np.float64) for w in windows])
     draw = np.random.default_rng(seed)
     count, size = table.shape
-    means = np.empty(resamples)
-    for index in range(resamples):
-        rows, columns = draw.integers(0, count, count), draw.integers(0, size, size)
-        means[index] = table[:, columns].mean(axis=1)[rows].mean()
+    blocks = []
+    # A resample is a table of counts; a few hundred at a time keep memory small.
+    for start in range(0, resamples, _AT_ONCE):
+        now = min(_AT_ONCE, resamples - start)
+        rows = draw.multinomial(count, np.full(count, 1 / count), now) / count
+        columns = draw.multinomial(size, np.full(size, 1 / size), now) / size
+        blocks.append(((rows @ table) * columns).sum(axis=1))
+    means = np.concatenate(blocks)
     low, high = np.quantile(means, [0.5 - level / 2, 0.5 + level / 2])
     return float(low), float(high)
 

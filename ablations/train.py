@@ -130,8 +130,8 @@ def train(
     Each step averages `accumulation` micro-batches, clips the norm of the whole gradient to `clip` (None: not), and
     scales each group's own lr by the schedule. The norm is that of this step's gradient, hidden momentum left out: an
     optimizer that hides some gives `fresh_gradient`, and keeps one gradient more for it. `call` runs the model.
-    `on_step` is called between clipping and the optimizer's step, where a recorder's `log` belongs; `progress` after it.
-    Nothing is raised for a loss that is not finite: see `TrainResult`.
+    `on_step` is called between clipping and the optimizer's step, where a recorder's `log` belongs; `progress` after
+    it. Nothing is raised for a loss that is not finite: see `TrainResult`.
     """
 
     if steps < 0 or accumulation < 1:

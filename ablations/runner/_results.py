@@ -157,6 +157,7 @@ def _provenance(made: Made, notes: tuple[str, ...], verdicts: tuple[Verdict, ...
         **plan.preset.to_dict(),
         "size": plan.size.to_dict(),
         "runs": len(used),
+        "table": {spec.id: _entry(plan, spec, made.runs[spec.id]) for spec in plan.specs() if spec.id in made.runs},
         "failed": dict(made.failed),
         "run_seconds": round(sum(run.seconds for run in used), 1),
         "data": _distinct(run.data for run in used),
@@ -167,6 +168,21 @@ def _provenance(made: Made, notes: tuple[str, ...], verdicts: tuple[Verdict, ...
             for key, t in plan.tuning.items()
         },
         "notes": list(notes),
+    }
+
+
+def _entry(plan: Plan, spec: RunSpec, run: Finished) -> dict[str, Any]:
+    """What a check needs to know of a run."""
+    return {
+        "arm": next(cell.label for cell, specs in plan.cells.items() if spec in specs),
+        "seed": spec.seed,
+        "lr": spec.lr,
+        "matched": spec.matched,
+        "final_loss": run.final_loss,
+        "diverged_at": run.diverged_at,
+        "weights_sha256": run.weights_sha256,
+        "batches_sha256": run.batches_sha256,
+        "seconds": run.seconds,
     }
 
 

@@ -66,7 +66,7 @@ def make_runs(
     Stages follow each other, since the later ones depend on what the earlier ones found. Failed runs are named and do
     not stop the others. An interrupt leaves every finished run in place.
     """
-    how = EXECUTORS.get(executor)
+    EXECUTORS.get(executor)  # an unknown name is told before anything is locked
     plan = Plan(preset, size)
     runs: dict[str, Finished] = {}
     failed: dict[str, str] = {}
@@ -85,7 +85,7 @@ def make_runs(
                     continue
                 runs[spec.id] = known
                 advance(spec.steps)
-            made, lost = _execute(how.run, missing, root, workers, advance)
+            made, lost = execute_specs(missing, root, executor=executor, workers=workers, advance=advance)
             runs.update(made)
             failed.update(lost)
 
@@ -101,13 +101,10 @@ def make_runs(
     return Made(plan, runs, failed)
 
 
-def _execute(
-    run: Any,
-    specs: Sequence[RunSpec],
-    root: Path,
-    workers: int,
-    advance: Callable[[int], None],
+def execute_specs(
+    specs: Sequence[RunSpec], root: Path, *, executor: str, workers: int, advance: Callable[[int], None]
 ) -> tuple[dict[str, Finished], dict[str, str]]:
+    """Make runs that do not depend on each other; give those that are finished, and why others failed, by id."""
     jobs = {spec.id: Job(spec.id, spec.to_dict(), str(root.resolve()), loaded_plugin_files()) for spec in specs}
     if not jobs:
         return {}, {}
@@ -119,7 +116,7 @@ def _execute(
 
     made: dict[str, Finished] = {}
     failed: dict[str, str] = {}
-    outcomes = run(list(jobs.values()), workers=workers, on_steps=on_steps)
+    outcomes = EXECUTORS.get(executor).run(list(jobs.values()), workers=workers, on_steps=on_steps)
     try:
         for outcome in outcomes:
             job = jobs[outcome.id]

@@ -17,6 +17,10 @@ from traces.errors import GradreelError
 FORMAT = 1
 #: Whose weight changes are measured, and matched where that is wanted: routed experts', or those of all parameters.
 EXPERTS, ALL = "routed_expert", "all"
+#: Entries that came after format 1, of a run and of a model, with the value that changes nothing: as long as they hold
+#: it they are left out of the id, so that runs made before keep theirs.
+ADDED_LATER: dict[str, Any] = {}
+ADDED_TO_MODELS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,12 @@ class RunSpec:
     @property
     def id(self) -> str:
         """16 hexadecimal digits of the sha256 of the definition as JSON."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        values = asdict(self)
+        for group, names in ((values, ADDED_LATER), (values["model"], ADDED_TO_MODELS)):
+            for name, nothing in names.items():
+                if group.get(name) == nothing:
+                    del group[name]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
