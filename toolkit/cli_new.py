@@ -90,7 +90,7 @@ from toolkit.stages._make import stage
 
 @dataclass(frozen=True)
 class Options:
-    """The switches, as in NAME(beta=0.95); `idle` says what becomes of an expert without tokens."""
+    """The switches; `idle` says what becomes of an expert without tokens."""
 
     lr: float = 1e-3
     beta: float = 0.9
@@ -147,10 +147,10 @@ def change(recipe: Recipe, factor: float = 0.5, rows: str = "experts") -> Recipe
     def edit(chain: Chain) -> Chain:
         return replace(chain, lr_scale=chain.lr_scale * factor)
 
-    return changed(recipe, edit_rows(recipe, rows, edit), "NAME", "it needs a factor other than 1")
+    return changed(recipe, edit_rows(recipe, rows, edit), "NAME", "its factor is 1")
 
 
-VARIANT = Variant("NAME", change, "NAME, NAME(0.1)", "another rate for the routed experts")
+VARIANT = Variant("NAME", change, "NAME", "another rate of experts")
 '''
 
 _PLOT = '''"""NAME: the median update of each recipe against the step."""
@@ -180,7 +180,8 @@ def draw(frame: pl.DataFrame, *, width: Width = "page") -> Figure:
     styles = recipe_styles(table["recipe"].unique().to_list())
     for name in recipe_order(styles):
         line = table.filter(pl.col("recipe") == name)
-        ax.plot(line["step"], line["value"], marker=".", label=name.replace("$", "")[:24], color=styles[name].color)
+        style = styles[name]
+        ax.plot(line["step"], line["value"], color=style.colour, linestyle=style.line, marker=style.marker)
     if table.is_empty():
         ax.text(0.5, 0.5, "no value is defined", ha="center", transform=ax.transAxes)
     ax.set_xlabel("step [1]")
@@ -193,11 +194,11 @@ PLOT = Plot(
     title="Median size of the updates",
     requires=("update_rms",),
     draw=themed(draw),
-    caption="The median over parameters and experts of the update's root mean square, before the lr, per recipe and step.",
+    caption="Median over parameters and experts of the update's RMS, before the lr, per recipe and step.",
 )
 '''
 
-_PRESET = '''"""NAME: is momentum worth its memory on routed experts? An experiment of a few minutes."""
+_PRESET = '''"""NAME: is momentum worth its memory on routed experts? Takes minutes."""
 
 from __future__ import annotations
 
@@ -267,8 +268,8 @@ def write_plugin(kind: str, name: str, folder: str | Path = ".") -> Path:
         or keyword.iskeyword(name)
     ):
         raise GradreelError(f"name {name[:60]!r} is no name of a plug-in; use lower-case letters, digits and _")
-    if len(name) > 40:
-        raise GradreelError(f"name {name[:60]!r} has {len(name)} characters; at most 40 are allowed")
+    if len(name) > 30:
+        raise GradreelError(f"name {name[:60]!r} has {len(name)} characters; at most 30 are allowed")
     if name in _taken(kind):
         raise GradreelError(f"{kind} {name!r} exists already; choose another name")
     file = Path(folder) / f"{name}.py"
