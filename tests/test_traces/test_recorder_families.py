@@ -6,6 +6,8 @@ import importlib.util
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from traces.errors import GradreelError
 from traces.reader import open_trace
 from traces.record_at import RecordAt
 from traces.recorder import Recorder
@@ -143,6 +146,140 @@ def check_idle(trace: Any, step: int, layer: int, idle: set[int]) -> None:
             assert all(presence[expert] == ZERO for expert in idle if expert < len(presence))
         elif trace.param(info["name"]).expert in idle:
             assert presence == NONE
+
+
+def some(*names: str, without: str | None = None) -> list[Any]:
+    """Every family but `without` as a parameter; those not named only in the long tests."""
+    rows = [(row, () if row.name in names else (pytest.mark.full,)) for row in table.ROWS if row.name != without]
+    return [pytest.param(row, id=row.name, marks=marks) for row, marks in rows]
+
+
+def train(row: Any, model: Any, path: Path, notes: list[str], steps: int = 2, around: Any = nullcontext) -> Any:
+    """Record a few steps of forward, backward and SGD; `around` surrounds the forwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randint(3, table.VOCAB, (steps, 2, 8), generator=torch.Generator().manual_seed(2))
+    with Recorder(path, model, optimizer, notify=notes.append):
+        for batch in batches:
+            with around():
+                loss = forward(row, model, batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return open_trace(path)
+
+
+@pytest.mark.parametrize("row", some("mixtral", "llama4", "switch_transformers"))
+def test_checkpointing_in_a_family(tmp_path: Path, notes: list[str], row: Any) -> None:
+    """Fault 6: both modes count what the plain run counts."""
+    plain = train(row, row.build(), tmp_path / "plain", notes).routing().collect()
+    for reentrant in (True, False):
+        model = row.build()
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            return  # the project's own model has no switch for it, see test_recorder.py
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert train(row, model, tmp_path / str(reentrant), notes).routing().collect().equals(plain)
+
+
+# DBRX's own forward adds bfloat16 to float32 under autocast, which torch refuses.
+@pytest.mark.parametrize("row", some("mixtral", "llama4", "switch_transformers", without="dbrx"))
+def test_ids_under_autocast_are_those_executed(tmp_path: Path, notes: list[str], row: Any) -> None:
+    """Fault 12: read off the experts' own arguments, not chosen anew from logits in another precision."""
+    model = row.build()
+    seen: dict[str, list[np.ndarray]] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            seen.setdefault(name, []).append(chosen_in(row, args))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(keep(name))
+    trace = train(row, model, tmp_path / "a", notes, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert len(seen) == len(trace.layers)
+    for layer in trace.layers:
+        for routing, chosen in zip(trace.routing_steps(layer.layer), seen[f"{layer.module}.experts"], strict=True):
+            ids = routing.topk_expert_ids
+            mine = np.zeros((len(ids), row.num_experts + 1), bool)
+            np.put_along_axis(mine, ids, True, axis=1)  # -1 goes to the last column
+            assert np.array_equal(mine[:, :-1], chosen)
+
+
+def chosen_in(row: Any, args: tuple[Any, ...]) -> np.ndarray:
+    """bool [T, E] of what an experts module is asked to run: rows that are not zeroed, a mask, or ids."""
+    if row.name == "llama4":
+        return args[0].detach().view(row.num_experts, -1, args[0].shape[-1]).any(-1).T.numpy()
+    if row.name == "switch_transformers":
+        return args[1].bool().any(1).numpy()
+    return nn.functional.one_hot(args[1], row.num_experts).bool().any(1).numpy()
+
+
+@pytest.mark.parametrize("row", some("mixtral", "deepseek_v4, hash layers"))
+def test_padding_counts_for_nothing(tmp_path: Path, notes: list[str], row: Any) -> None:
+    """Fault 10: half of each sequence is padding, on the right; counts are those of the batch without it."""
+    batch = torch.randint(3, table.VOCAB, (2, 5), generator=torch.Generator().manual_seed(3))
+    counts = []
+    for padded in (False, True):
+        model = row.build()
+        ids = torch.cat([batch, torch.zeros_like(batch)], dim=1) if padded else batch
+        mask = (torch.arange(ids.shape[1]) < 5).long().expand_as(ids)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(tmp_path / str(padded), model, optimizer, notify=notes.append):
+            model(input_ids=ids, attention_mask=mask, labels=batch if padded is False else ids).loss.backward()
+            optimizer.step()
+        trace = open_trace(tmp_path / str(padded))
+        layers = [layer for layer in trace.layers if not layer.module.startswith("decoder.")]
+        counts.append([next(iter(trace.routing_steps(one.layer))).tokens_per_expert.tolist() for one in layers])
+    assert counts[0] == counts[1]
+
+
+def test_a_random_choice_is_recorded_as_it_fell(tmp_path: Path, notes: list[str]) -> None:
+    """The sparse mixer of phimoe draws its experts in training."""
+    row = replace(BY_NAME["phimoe"], config={**BY_NAME["phimoe"].config, "router_jitter_noise": 0.5})
+    model = row.build()
+    drawn: list[Tensor] = []
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda m, args: drawn.append(args[1].clone()) or None)
+    trace = train(row, model, tmp_path / "a", notes, steps=3)
+    recorded = [routing.topk_expert_ids for routing in trace.routing_steps(1)]
+    assert np.array_equal(np.concatenate(recorded), torch.cat(drawn).numpy())
+
+
+def test_weights_tied_three_times_are_recorded_once(tmp_path: Path, notes: list[str]) -> None:
+    """Fault 17: one embedding serves encoder, decoder and head."""
+    row = BY_NAME["switch_transformers"]
+    model = row.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "a", model, optimizer, at=RecordAt(roles="all"), notify=notes.append):
+        forward(row, model, torch.arange(3, 19).view(2, 8)).loss.backward()
+        gradient = model.shared.weight.grad.clone()
+        optimizer.step()
+    trace = open_trace(tmp_path / "a")
+    assert [name for name in trace.params["name"] if "embed" in name or "head" in name or "shared" in name] == [
+        "shared.weight"
+    ]
+    assert torch.equal(trace.gradient("shared.weight", 1), gradient)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixtral", "llama4"])
+def test_compiled_families(tmp_path: Path, notes: list[str], name: str) -> None:
+    """Compiled inside the recording: the same routing. Called before it: the same, or an error naming the module."""
+    row = BY_NAME[name]
+    plain = train(row, row.build(), tmp_path / "plain", notes).routing().collect()
+    torch.compiler.reset()
+    early = train(row, torch.compile(row.build(), backend="eager"), tmp_path / "early", notes)
+    assert early.routing().collect().equals(plain)
+    torch.compiler.reset()
+    model = torch.compile(row.build(), backend="eager")
+    forward(row, model, torch.arange(3, 19).view(2, 8)).loss.backward()
+    model.zero_grad()
+    try:
+        late = train(row, model, tmp_path / "late", notes)
+    except GradreelError as error:
+        assert re.search(r"experts.*compiled", str(error))
+    else:
+        assert late.routing().collect().equals(plain)
 
 
 @pytest.mark.parametrize("row", table.ROWS, ids=lambda row: row.name)
