@@ -79,7 +79,7 @@ def layers_here(model: nn.Module, layout: Any) -> list[MoELayer]:
     try:
         return find_moe_layers(model, layout)
     except GradreelError:
-        if process_place()[1] == 1 or _is_whole(model):
+        if layout is not None or process_place()[1] == 1 or _is_whole(model):
             raise
         return []
 

@@ -153,6 +153,14 @@ def check_parts(top: Header, ranks: Sequence[RankHeader]) -> None:
         for name, part in one.placements.items():
             if part is not None:
                 parts.setdefault(name, []).append((one.rank, part))
+    for one in ranks:
+        known = {p.name for p in one.header.params}
+        if mixed := [name for name in parts if name in known and name not in one.placements]:
+            holder = parts[mixed[0]][0][0]
+            raise TraceError(
+                f"parameter {clip(mixed[0])}: rank {holder} holds a part of it and rank {one.rank} the whole; "
+                "the ranks do not fit together"
+            )
     shapes = {p.name: p.shape for p in top.params}
     sound: set[Any] = set()  # most parameters are split alike
     for name, found in parts.items():
@@ -164,14 +172,6 @@ def check_parts(top: Header, ranks: Sequence[RankHeader]) -> None:
         if missing is not None and everyone:
             raise TraceError(f"{where}: no rank holds {missing} of shape {shapes[name]}; the ranks do not fit together")
         sound.add(key)
-    for one in ranks:
-        known = {p.name for p in one.header.params}
-        if mixed := [name for name in parts if name in known and name not in one.placements]:
-            holder = parts[mixed[0]][0][0]
-            raise TraceError(
-                f"parameter {clip(mixed[0])}: rank {holder} holds a part of it and rank {one.rank} the whole; "
-                "the ranks do not fit together"
-            )
 
 
 def _joined_groups(top: Header, others: Sequence[RankHeader]) -> dict[str, Any]:

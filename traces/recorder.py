@@ -237,8 +237,8 @@ class Recorder:
             return  # the user's own exception matters more than what the recording has to say
         if self.step == 0:
             raise GradreelError(
-                "no optimizer step was seen while recording; enter the Recorder before training, and give it the "
-                "optimizer that holds this model's parameters"
+                f"no optimizer step was seen while recording; {self._sharing.why_silent(self._model)}enter the Recorder "
+                "before training, and give it the optimizer that holds this model's parameters"
             )
         if self.recorded_steps == 0:
             raise GradreelError(
