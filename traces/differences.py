@@ -106,7 +106,7 @@ def _differences(
             yield Difference(step, f"recorded experts of {name}", "other ones")
     for layer in first.layers:
         yield from _routing(first, second, step, layer.layer)
-    chosen, infos = set(names), set(first.infos)
+    chosen, infos = set(names), {*first.infos, *second.infos}
     wanted = [{key for key in one.of(step) if key[1] in chosen or key[1] not in infos} for one in keys]
     for stream, name in sorted(wanted[0] | wanted[1]):
         if ((stream, name) in wanted[0]) != ((stream, name) in wanted[1]):
@@ -129,6 +129,8 @@ def _routing(first: Trace, second: Trace, step: int, layer: int) -> Iterator[Dif
         if x.shape != y.shape:
             yield Difference(step, what, f"{len(x)} tokens against {len(y)}")
             return
+        if not x.size:
+            continue
         if (wrong := np.flatnonzero((x != y).reshape(len(x), -1).any(axis=1))).size:
             at = int(wrong[0])
             yield Difference(step, what, f"{name} of token {at}: {x[at].tolist()} against {y[at].tolist()}")
@@ -141,6 +143,8 @@ def _how(a: RawTensor | None, b: RawTensor | None) -> str | None:
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
     x, y = a.data.reshape(-1), b.data.reshape(-1)
+    if not x.size:
+        return None
     wrong = np.flatnonzero((x.view(np.uint8).reshape(len(x), -1) != y.view(np.uint8).reshape(len(x), -1)).any(axis=1))
     if not wrong.size:
         return None

@@ -16,7 +16,7 @@ from traces.interchange._lines import Place, blocks
 MAX_LINE_BYTES = 4096
 _NAMES = {"layer_id": "layer", "expert_id": "expert", "token_id": "token", "step_id": "step"}
 _WANTED = ("step", "layer", "token", "expert")
-_NUMBER = re.compile(rb'"?(-?[0-9]{1,18})"?')
+_NUMBER = re.compile(rb'(")?(-?[0-9]{1,18})(?(1)")')
 _TOP = {"step": 1 << 53, "layer": 1 << 20, "token": (1 << 31) - 1, "expert": (1 << 20) - 1}
 _LOW = {"expert": -1}
 
@@ -119,5 +119,5 @@ def _cells(text: bytes, columns: list[str], position: dict[str, int], place: Pla
         match = _NUMBER.fullmatch(cells[at].strip())
         if match is None:
             raise place.error(f"{name} is {clip(cells[at].decode('utf-8', 'replace'))}, not a whole number")
-        found.append(int(match[1]))
+        found.append(int(match[2]))
     return found
