@@ -11,9 +11,9 @@ from ablations.models.config import MoEConfig
 from ablations.models.huggingface import HuggingFace
 from ablations.presets._ablation import Data, Size
 
-#: 64 experts of which a token sees one: with 64 tokens a step about 1 per expert, where matrices are 64 wide, so that a
-#: gradient has rank 1 and many experts are idle. 0.9M parameters, of which 0.8M are in routed experts. The one weight
-#: of a token is not renormalised, or no gradient would reach the router but that of its losses.
+#: 32 experts of which a token sees one: with 64 tokens a step about 2 per expert, where matrices are 64 wide, so that
+#: gradients have low rank and many experts are idle. 0.45M parameters, of which 0.4M are in routed experts. The weight
+#: of a token's one expert is not renormalised, or no gradient would reach the router but that of its own losses.
 FEW_TOKENS = MoEConfig(
     vocab_size=256,
     hidden_size=64,
@@ -24,7 +24,7 @@ FEW_TOKENS = MoEConfig(
     max_positions=128,
     dense_hidden=128,
     expert_hidden=64,
-    num_experts=64,
+    num_experts=32,
     top_k=1,
     moe_layers=(0,),
     router_weights="softmax_topk",
@@ -39,13 +39,16 @@ _OPENWEBTEXT = Data("huggingface", {"path": "Skylion007/openwebtext", "column": 
 
 
 def few_tokens(**changes: Any) -> Size:
-    """Size `cpu`: 800 steps of 64 bytes in windows of 16, seconds a run."""
+    """Size `cpu`: 1200 steps of 64 bytes in windows of 16, seconds a run.
+
+    With fewer steps the experts hardly matter yet: a token's weight on its expert begins at 1/32.
+    """
     size = Size(
         model=FEW_TOKENS,
-        steps=800,
+        steps=1200,
         batch=4,
         length=16,
-        warmup=40,
+        warmup=60,
         grid=(5e-4, 1e-3, 2e-3),
         shared_lr=1e-3,
         rest_lr=2e-3,

@@ -8,8 +8,7 @@ _GRIDS = {
     "momentum_last": (1e-3, 3e-3, 9e-3),
     "longer_last": (1e-3, 3e-3, 9e-3),
     "sink_v": (1e-3, 3e-3, 9e-3),
-    "momentum_first": (1e-3, 2e-3, 4e-3),
-    "longer_first": (1e-3, 2e-3, 4e-3),
+    "sinkgd": (1e-3, 2e-3, 4e-3),
 }
 
 ABLATION = Ablation(

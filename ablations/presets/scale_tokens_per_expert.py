@@ -5,7 +5,7 @@ from ablations.presets._sizes import MANY_TOKENS, as_mesh, few_tokens, on_gpu
 
 #: Names say the mean tokens per expert and step; matrices are 64 wide, so at 128 the gradient can have full rank.
 _CPU = {
-    "1_token": {},
+    "2_tokens": {},
     "8_tokens": {"model.num_experts": 8},
     "128_tokens": MANY_TOKENS,
 }
@@ -18,7 +18,7 @@ ABLATION = Ablation(
     name="scale_tokens_per_expert",
     question="Does smoothing help where an expert sees few tokens a step, and no longer where it sees many?",
     decides=(
-        "It is a matter of tokens per expert if mesh is better than sinkgd at 1 token, each at its own best rate, and "
+        "It is a matter of tokens per expert if mesh is better than sinkgd at 2 tokens, each at its own best rate, and "
         "the difference shrinks towards 128, where the gradient of a matrix can have full rank."
     ),
     baseline="sinkgd",
@@ -28,7 +28,7 @@ ABLATION = Ablation(
         "adamw": Arm("adamw(weight_decay=0.0)", "two moments"),
     },
     sizes={
-        "cpu": few_tokens(settings=_CPU, grids={"mesh": (1e-3, 2e-3, 4e-3)}),
+        "cpu": few_tokens(settings=_CPU, grids={"sinkgd": (1e-3, 2e-3, 4e-3)}),
         "gpu": on_gpu(settings=_NANOWHALE),
         "paper": as_mesh(settings=_NANOWHALE),
     },
