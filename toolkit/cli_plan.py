@@ -68,6 +68,10 @@ def plan(
     original: Annotated[
         bool, typer.Option("--original-step", help="Count the temporaries of the papers' own code, not of ours.")
     ] = False,
+    track: Annotated[
+        bool,
+        typer.Option("--track", help="Also run two steps on tensors without memory, and say where their peak is."),
+    ] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON too.")] = None,
     out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a Frame (parquet) too.")] = None,
 ) -> None:
@@ -86,11 +90,17 @@ def plan(
         raise GradreelError(
             f"--gpus looks for the degrees itself, but {parallel.describe()} is given; leave one of the two out"
         )
+    if track and (parallel.world > 1 or gpus is not None or offload or checkpointing == "selective"):
+        raise GradreelError(
+            "--track follows one process, without --offload and with --checkpointing none or full; leave it out, or "
+            "plan one GPU"
+        )
     precision = Precision(weights=weights, gradients=gradients, accumulation=accumulation, master=master)
     recipes = [find_recipe(name) for name in recipe or DEFAULT_RECIPES]
     budget = parse_bytes(gpu) if gpu is not None else None
     cluster = parse_gpus(gpus) if gpus is not None else None
-    arch = architecture(_source(source))
+    given = _source(source)
+    arch = architecture(given)
     planner = Planner(arch)
     run = Run(
         batch=batch,
@@ -125,6 +135,12 @@ def plan(
     print_reported(console, [made.recipe for made in plans])
     for line in lines:
         console.print(line, markup=False)
+    if lines:
+        console.print("The CUDA context, its libraries and fragmentation come on top.", markup=False)
+    for each in recipes if track else ():
+        first, *rest = _track(given, each, run)
+        for line in (f"{each.name}: {first}", *rest):
+            console.print(line, markup=False)
     if json is not None:
         _write_json(json, plain(plans, answers))
     if out_file is not None:
@@ -144,6 +160,20 @@ def _source(text: str) -> Any:
 
         return open_trace(text)
     return text
+
+
+def _track(source: Any, recipe: Any, run: Any) -> list[str]:
+    from toolkit.memory._tracked import tracked_peak
+
+    return tracked_peak(
+        source,
+        recipe,
+        step=run.step,
+        batch=run.batch,
+        sequence=run.sequence,
+        micro_steps=run.micro_steps,
+        checkpointing=run.checkpointing,
+    ).lines()
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

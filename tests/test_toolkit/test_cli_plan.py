@@ -97,6 +97,7 @@ def test_a_layout_is_found(plan):
         ([STUDY, "--gpu", "40"], "memory '40' is not understood; allowed: a number and a unit, such as 40GB"),
         ([STUDY, "--gpu", "40GB", "--gpus", "8x80GB"], "give one of the two"),
         ([STUDY, "--fsdp", "2", "--gpus", "8x80GB"], "--gpus looks for the degrees itself, but fsdp 2 is given"),
+        ([STUDY, "--fsdp", "2", "--track"], "--track follows one process"),
         ([STUDY, "--json", "."], "it is a folder"),
     ],
 )
@@ -125,6 +126,13 @@ def test_the_least_change_is_the_least(name, gigabytes):
     assert all(peak > gigabytes * GB for peak in cheaper)
     total = answer.changed.run.batch * answer.changed.run.micro_steps
     assert total == 8  # the gradient is of as many sequences as before
+
+
+def test_hidden_momentum_leaves_the_gpu_only_apart_from_gradients():
+    answer = fit(Planner(architecture("olmoe-1b-7b")), recipe("mesh"), 40 * GB, **SETTINGS)
+    assert "momentum apart from gradients" in " ".join(answer.change)
+    assert answer.changed.pinned_gradient_bytes == 0
+    assert answer.changed.host_bytes >= answer.plan.pinned_gradient_bytes
 
 
 def test_what_fits_needs_no_change():

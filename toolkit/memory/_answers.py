@@ -91,7 +91,9 @@ def fit(planner: Planner, recipe: Recipe, budget: int, *, precision: Precision, 
     if plan.peak_bytes <= budget:
         return Fit(plan, budget)
     nearest = plan
-    for _, words, prec, par, changed_run in sorted(_changes(planner, precision, parallel, run), key=lambda c: c[0]):
+    for _, words, prec, par, changed_run in sorted(
+        _changes(planner, precision, parallel, run, plan.pinned_gradient_bytes > 0), key=lambda change: change[0]
+    ):
         changed = planner.plan(recipe, precision=prec, parallel=par, run=changed_run)
         if changed.peak_bytes <= budget:
             return Fit(plan, budget, words, changed)
@@ -99,7 +101,9 @@ def fit(planner: Planner, recipe: Recipe, budget: int, *, precision: Precision, 
     return Fit(plan, budget, nearest=nearest)
 
 
-def _changes(planner: Planner, precision: Precision, parallel: Parallel, run: Run) -> Iterator[Candidate]:
+def _changes(
+    planner: Planner, precision: Precision, parallel: Parallel, run: Run, pinned: bool = False
+) -> Iterator[Candidate]:
     batches = [(float(n), run.batch >> n) for n in range(run.batch.bit_length()) if run.batch >> n >= 1]
     checkpointing = [(c, name) for name, c in CHECKPOINTING_COST.items() if c >= CHECKPOINTING_COST[run.checkpointing]]
     main = precision.weights or planner.arch.main_dtype
@@ -123,13 +127,15 @@ def _changes(planner: Planner, precision: Precision, parallel: Parallel, run: Ru
         if dtype != precision.weights:
             words.append("bfloat16 weights")
         if host != run.offload:
-            words.append("optimizer state on the host")
+            words.append("optimizer state on the host" + (", momentum apart from gradients" if pinned else ""))
         if ranked != parallel:
             words.append(ranked.describe())
         if not words:
             continue
         steps = run.micro_steps * max(1, run.batch // batch)
         changed = replace(run, batch=batch, micro_steps=steps, checkpointing=check, attention=kernel, offload=host)
+        if host and pinned:
+            changed = replace(changed, hidden_momentum="apart")  # what hides in a gradient cannot leave the GPU
         cost = sum(cost for cost, _ in picks) - CHECKPOINTING_COST[run.checkpointing]
         yield cost, tuple(words), replace(precision, weights=dtype, master=master), ranked, changed
 
