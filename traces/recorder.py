@@ -22,6 +22,7 @@ from traces.backward_watch import BackwardWatch
 from traces.checks import check_arguments, check_gradients, check_sharing, check_types, choose_parameters, layers_here
 from traces.errors import GradreelError
 from traces.expert_sample import ExpertSample
+from traces.gradient_sources import AnnouncedSteps, GradientSource, check_source
 from traces.gradients import GradientCopier
 from traces.hooks import ForwardWatch, check_micro_steps
 from traces.live import live_views
@@ -53,7 +54,12 @@ class Recorder:
     with StepViews whose tensors are lent; with it `path` may be None, and nothing is written. `roles` overrides roles
     by parameter name or pattern. `statistics` computes the stream of that name (`toolkit.kernels.step_statistics`, say;
     default: plain torch, see `traces.statistics`). `probe` is the batch of the stream "probe": a tensor, a tuple of the
-    model's arguments, or a dict of its keyword arguments. A full queue of `queue_steps` steps blocks training
+    model's arguments, or a dict of its keyword arguments. Of several processes (torch.distributed, initialised before)
+    each enters a Recorder of its own on the same `path` and writes its part: what DDP replicates once, the shards of
+    FSDP2 and of DTensors where they lie, its own tokens; a rank whose tokens another rank has too (tensor parallelism)
+    leaves "routing" out of its streams. `global_names` maps local parameter names, or prefixes of them, to those of the
+    whole run, where the stages of a pipeline count from 0. `gradients` is a `traces.gradient_sources.GradientSource`,
+    for frameworks that keep gradients elsewhere; then `before_step()` announces each step. A full queue of `queue_steps` steps blocks training
     (`when_full="block"`) or loses the step and counts it (`"drop"`). Errors of the disk lose steps, are counted and
     told at the end; `strict=True` raises them in the training loop instead. `notify` receives notices (default:
     stderr).
@@ -76,6 +82,7 @@ class Recorder:
         *,
         roles: Mapping[str, str] | None = None,
         probe: Any = None,
+        gradients: GradientSource | None = None,
         global_names: Names | None = None,
         when_full: str = "block",
         queue_steps: int = 4,
@@ -89,13 +96,15 @@ class Recorder:
         self.step = self.recorded_steps = 0
         self._notices = Notices(notify, self.path, strict)
         check_arguments(self.path, self.at, on_step, statistics, probe)
+        if gradients is not None:
+            check_source(gradients, self.at.budget, when_full, optimizer)
         self.layers = layers_here(model, layout)
         if not self.layers:
             self._notices.tell(
                 "this process holds no MoE layer that is recognised; it records what the policy names beside them"
             )
         infos, parameters = describe_params(model, roles, layout if self.layers else None), named_parameters(model)
-        self._sharing = Sharing(infos, parameters, self.layers, global_names)
+        self._sharing = Sharing(infos, parameters, self.layers, global_names, gradients)
         self._sharing.look_for_ddp(model)
         check_sharing(model, self._sharing, self.at)
         self.params: list[ParamInfo] = self._sharing.params  # of the whole run; what lies here:
@@ -113,6 +122,9 @@ class Recorder:
         self._watch = ForwardWatch(model, self.layers, self.at.streams, self._on_forward)
         watched = self._parameters or self._all_parameters  # a stage of a pipeline may have nothing to record
         self._hooks = StepHooks(watched, optimizer, self._on_gradients, self._in_closure, self._on_switch)
+        self._announced = None if gradients is None else AnnouncedSteps(gradients, parameters.values())
+        if self._announced is not None:
+            self._hooks.only(self._announced)
         streams = self.at.streams
         self._micro_norms = MicroNorms(self._infos, self._parameters, self._watch) if "micro_norms" in streams else None
         self._probe = (
@@ -180,6 +192,13 @@ class Recorder:
         """Count a training forward of the whole model that had begun before the hooks were added."""
         self._watch.begin_late(module, args, kwargs)
 
+    def before_step(self) -> None:
+        """With `gradients=`: this rank's gradients are reduced, and the optimizer is about to step."""
+        if self._announced is None:
+            raise GradreelError("before_step() belongs to Recorder(..., gradients=...); torch's optimizers are watched")
+        if not self._over:
+            self._on_gradients(self._announced)  # type: ignore[arg-type]
+
     def flush(self) -> None:
         """Hand over the finished step and wait until the writer has taken it; later scalars go to the next step."""
         self._hand_over()
@@ -237,8 +256,8 @@ class Recorder:
             return  # the user's own exception matters more than what the recording has to say
         if self.step == 0:
             raise GradreelError(
-                f"no optimizer step was seen while recording; {self._sharing.why_silent(self._model)}enter the Recorder "
-                "before training, and give it the optimizer that holds this model's parameters"
+                f"no optimizer step was seen while recording; {self._sharing.why_silent(self._model)}enter the "
+                "Recorder before training, and give it the optimizer that holds this model's parameters"
             )
         if self.recorded_steps == 0:
             raise GradreelError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from traces.errors import GradreelError
+from traces.gradient_sources import GradientSource
 from traces.layouts import MoELayer
 from traces.module_names import block_number
 from traces.placements import FLAT, Placement, local_info
@@ -69,7 +70,9 @@ class Sharing:
         parameters: Mapping[str, nn.Parameter],
         layers: Sequence[MoELayer],
         names: Names | None = None,
+        source: GradientSource | None = None,
     ) -> None:
+        self._source = source
         self.rank, self.world = process_place()
         self.parts: dict[str, Placement] = {}
         self.params: list[ParamInfo] = []
@@ -207,6 +210,8 @@ class Sharing:
                 whole, name=_in_list(whole.name, info.expert, held[info.expert]), expert=held[info.expert]
             )
             self._known.add(whole.name)
+        if self._source is not None:
+            whole, local = self._of_source(whole, local, parameter, self._source)
         if whole.name in self.local:
             raise GradreelError(f"global_names gives two parameters the name {whole.name!r}; names must stay different")
         self.params.append(whole)
@@ -214,6 +219,28 @@ class Sharing:
         self.local[whole.name] = local
         self.parameters[whole.name] = parameter
         self._names[id(parameter)] = whole.name
+
+    def _of_source(
+        self, whole: ParamInfo, local: ParamInfo, parameter: nn.Parameter, source: GradientSource
+    ) -> tuple[ParamInfo, ParamInfo]:
+        """Who writes, and which part, as a framework says."""
+        self._known.add(whole.name)
+        if not source.writes(parameter):
+            self._elsewhere.add(whole.name)
+        found = source.part(parameter, local.shape)
+        if found is None:
+            return whole, local
+        part, shape = found
+        known = self.parts.get(whole.name)
+        if known is not None:  # experts that lie here, each of them cut again
+            part = Placement({**part.runs, **known.runs})
+            shape = tuple(max(sizes) for sizes in zip(shape, whole.shape, strict=True))
+        axis = whole.expert_axis
+        whole = replace(
+            whole, shape=shape, num_experts=whole.num_experts if axis is None else shape[axis], strides=None
+        )
+        self.parts[whole.name] = part
+        return whole, local_info(whole, part)
 
     def _of_dtensor(self, whole: ParamInfo, parameter: Any) -> tuple[ParamInfo, ParamInfo]:
         """A DTensor's whole and local description; the lowest of its replicas writes it."""

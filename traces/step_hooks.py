@@ -35,7 +35,7 @@ class StepHooks:
         self.parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._on_gradients, self._in_closure, self._on_switch = on_gradients, in_closure, on_switch
-        self.given = optimizer is not None
+        self.given, self._announced = optimizer is not None, False
         self.optimizers: list[torch.optim.Optimizer] = []  # kept alive, so that an id is never used again
         self._handles: list[tuple[torch.optim.Optimizer | None, Any]] = []
         self._retired: list[torch.optim.Optimizer] = []  # kept alive for the same reason
@@ -49,8 +49,14 @@ class StepHooks:
                     f"({', '.join(list(self.parameters)[:3])}, ...); give the one that trains them, or none"
                 )
 
+    def only(self, announced: Any) -> None:
+        """Watch no optimizer of torch: steps are announced, and `announced` stands in for what takes them."""
+        self.given, self.optimizers, self._announced = True, [announced], True
+
     def install(self) -> None:
         """Add the hooks."""
+        if self._announced:
+            return
         self._handles.append((None, register_optimizer_step_pre_hook(self._find)))
         for optimizer in self.optimizers:
             self._attach(optimizer)
