@@ -1,8 +1,9 @@
 """Traces that a stranger forged, through everything that reads one: each use works or gives one line.
 
-Every mutation makes all hashes right again, so that the checks behind them are met: values, names, sizes in the JSON
-files, headers of chunks, bytes of parquet. The uses are local reads, reads from a store, following, slicing, comparing and
-exporting. None may crash, hang, write outside its output, or take more than 64 MiB beside twice the decoded size.
+Every mutation makes all hashes right again, so that the checks behind them are met: values, names and sizes in the
+JSON files, headers of chunks, bytes of parquet. The uses are local reads, reads from a store, following, slicing,
+comparing and exporting. None may crash, hang, write outside its output, or take more than 64 MiB beside twice the
+decoded size.
 """
 
 from __future__ import annotations
