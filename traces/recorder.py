@@ -59,10 +59,10 @@ class Recorder:
     FSDP2 and of DTensors where they lie, its own tokens; a rank whose tokens another rank has too (tensor parallelism)
     leaves "routing" out of its streams. `global_names` maps local parameter names, or prefixes of them, to those of the
     whole run, where the stages of a pipeline count from 0. `gradients` is a `traces.gradient_sources.GradientSource`,
-    for frameworks that keep gradients elsewhere; then `before_step()` announces each step. A full queue of `queue_steps` steps blocks training
-    (`when_full="block"`) or loses the step and counts it (`"drop"`). Errors of the disk lose steps, are counted and
-    told at the end; `strict=True` raises them in the training loop instead. `notify` receives notices (default:
-    stderr).
+    for frameworks that keep gradients elsewhere; then `before_step()` announces each step. A full queue of
+    `queue_steps` steps blocks training (`when_full="block"`) or loses the step and counts it (`"drop"`). Errors of the
+    disk lose steps, are counted and told at the end; `strict=True` raises them in the training loop instead. `notify`
+    receives notices (default: stderr).
 
     Raises `GradreelError` before training where the model has no experts, the optimizer none of the recorded
     parameters, the budget no room for one step, or the path a trace; after the first recorded step where a hook stayed
