@@ -112,6 +112,7 @@ def test_the_floor_check_sees_an_upward_import() -> None:
 @pytest.mark.parametrize(
     "folder",
     [
+        "traces/families",
         "toolkit/stages",
         "toolkit/recipes",
         "toolkit/variants",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from traces.errors import GradreelError, NotRecorded, TraceError
+    from traces.layouts import Layout
     from traces.reader import Trace, open_trace
     from traces.record_at import RecordAt
     from traces.recorder import Recorder
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "GradreelError": "traces.errors",
+    "Layout": "traces.layouts",
     "NotRecorded": "traces.errors",
     "RecordAt": "traces.record_at",
     "Recorder": "traces.recorder",
@@ -30,6 +32,7 @@ _PLACES = {
 }
 __all__ = [
     "GradreelError",
+    "Layout",
     "NotRecorded",
     "RecordAt",
     "Recorder",
