@@ -1,4 +1,4 @@
-"""The verbs of experiments: `run` here; their work is imported when they run."""
+"""The verbs of experiments, `run` and `check`, and their report; the work is imported when they run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ WorkersOption = Annotated[int, typer.Option(min=1, help="Runs that are made at o
 def register(app: typer.Typer) -> None:
     """Add the verbs to a command-line application."""
     app.command(epilog=example("gradreel run mesh_what_failed --size cpu"))(run)
+    app.command(epilog=example("gradreel check mesh_what_failed --sample 2"))(check)
 
 
 def run(
@@ -55,3 +56,42 @@ def run(
         preset, size, out=root, executor=executor, workers=workers, arms=arm, seeds=seeds, changes=changes
     )
     print_results(results)
+
+
+def check(
+    preset: PresetArgument,
+    size: SizeOption = "cpu",
+    out: OutOption = None,
+    executor: ExecutorOption = "local",
+    workers: WorkersOption = 2,
+    sample: Annotated[int | None, typer.Option(min=1, help="Only so many runs, the same ones every time.")] = None,
+    adopt: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Make no run: keep the results of this folder as reference.")
+    ] = None,
+) -> None:
+    """Make an experiment's runs again and say whether they equal the reference results; exit 1 where one differs."""
+    from ablations.runner import _cli
+
+    if adopt is not None:
+        _cli.adopt_results(preset, size, adopt)
+        return
+    _cli.run_check(preset, size, out or Path("runs") / f"check-{preset}-{size}", executor, workers, sample)
+
+
+def is_results(folder: Path) -> bool:
+    """Whether `folder` is one that `run` filled."""
+    from ablations.report import is_results as known
+
+    return known(folder)
+
+
+def report(folder: Path) -> None:
+    """Write the report of the experiment in `folder`, and print its verdict."""
+    from ablations.report import write_reports
+    from traces.console import out
+
+    written = write_reports(folder)
+    console = out()
+    console.print(written.headline, markup=False, soft_wrap=True)
+    for file in (written.html, written.markdown):
+        console.print(f"Report: {file}", markup=False, soft_wrap=True)

@@ -187,7 +187,7 @@ def report(
         Path,
         typer.Argument(
             metavar="FRAME",
-            help="The parquet file of a replay, or a trace.",
+            help="The parquet file of a replay, a trace, or the folder of an experiment.",
             show_default=False,
             parser=as_place,
         ),
@@ -202,6 +202,12 @@ def report(
 ) -> None:
     """Write one self-contained HTML report: verdict first, then figures, tables and provenance."""
     _load_plugins(plugin)
+    for is_mine, write in REPORTS:
+        if not isinstance(source, StorePath) and is_mine(source):
+            if out_file or title or recipe or gaps:
+                raise GradreelError(f"{str(source)!r} says itself what its report is; give the folder alone")
+            write(source)
+            return
     from toolkit.frame import read_frame, read_provenance
 
     file = source
@@ -231,6 +237,15 @@ def report(
     console = out()
     console.print(written.verdict, markup=False)
     console.print(f"Report: {written.path}", markup=False, soft_wrap=True)
+
+
+#: Reports of floors above: whether a folder is theirs, and what writes its report and prints where it is.
+REPORTS: list[tuple[Callable[[Path], bool], Callable[[Path], None]]] = []
+
+
+def add_report(is_mine: Callable[[Path], bool], write: Callable[[Path], None]) -> None:
+    """Let `gradreel report FOLDER` call `write(folder)` where `is_mine(folder)`; for floors above this one."""
+    REPORTS.append((is_mine, write))
 
 
 # ------------------------------------------------------------------------------------------------------------- list

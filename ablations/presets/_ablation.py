@@ -15,6 +15,7 @@ from traces.errors import GradreelError, unknown
 #: The three ways arms are compared: at one lr, each at its own best lr, and with the baseline's sizes of weight change.
 WAYS = ("shared", "tuned", "matched")
 SIZES = ("cpu", "gpu", "paper")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 #: The one setting of an experiment that has no others.
 ONLY = ""
 
@@ -73,6 +74,8 @@ class Size:
             _require(len(getattr(self, name)) >= 1, name, getattr(self, name), "at least one entry")
         _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "distinct numbers")
         _require(set(self.tuning_seeds) <= set(self.seeds), "tuning_seeds", self.tuning_seeds, f"some of {self.seeds}")
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES)
         for rates in (self.grid, *self.grids.values()):
             sound = rates and len(set(rates)) == len(rates) and all(math.isfinite(r) and r > 0 for r in rates)
             _require(bool(sound), "grid", rates, "distinct rates in (0, inf)")

@@ -36,7 +36,7 @@ def run(
     experiment, wanted = chosen(preset, size, arms=arms, seeds=seeds, changes=changes)
     root = Path(out) if out is not None else Path("runs") / f"{experiment.name}-{size}"
     made = make_runs(experiment, wanted, root, executor=executor, workers=workers)
-    results = gather(made, root)
+    results = gather(made, root, size)
     write_results(results)
     return results
 

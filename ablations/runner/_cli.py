@@ -119,8 +119,50 @@ def print_results(results: Results) -> None:
     for note in results.notes:
         say(note)
     console.print(f"Frame: {results.path / 'frame.parquet'}", markup=False, soft_wrap=True)
+    console.print(f"Next: gradreel report {results.path}", markup=False, soft_wrap=True)
 
 
 def as_text(changes: Mapping[str, Any]) -> str:
     """`changes` for a folder's name."""
     return "".join(f"+{name}={value}" for name, value in sorted(changes.items()))
+
+
+def run_check(preset: str, size: str, root: Path, executor: str, workers: int, sample: int | None) -> None:
+    """Make the reference's runs again, print how they compare; raises `CheckFailed` where one differs."""
+    from ablations.presets import load_preset
+    from ablations.runner._check import DIFFERS, check, reference_provenance
+    from traces.console import CheckFailed, progress_bar
+
+    table = reference_provenance(preset, size)["table"]
+    experiment = load_preset(preset)
+    count = len(table) if sample is None else min(sample, len(table))
+    with progress_bar(f"check {preset}", count * experiment.size(size).steps) as advance:
+        found = check(experiment, size, root, sample=sample, executor=executor, workers=workers, progress=advance)
+    console = out()
+    for one in found:
+        console.print(one.line, markup=False, soft_wrap=True)
+    counts = {word: sum(one.outcome == word for one in found) for word in ("equal", "within noise", DIFFERS)}
+    summary = ", ".join(f"{number} {word}" for word, number in counts.items())
+    console.print(f"{len(found)} of {len(table)} reference runs made again: {summary}", markup=False)
+    if counts[DIFFERS]:
+        raise CheckFailed(f"check {preset}: {counts[DIFFERS]} of {len(found)} runs differ from the reference")
+
+
+def adopt_results(preset: str, size: str, folder: Path) -> None:
+    """Keep the results in `folder` as the preset's reference, with their report."""
+    import json
+
+    from ablations.report import as_markdown
+    from ablations.runner._check import adopt
+    from ablations.runner._results import FRAME_FILE, PROVENANCE_FILE
+    from toolkit.frame import read_frame
+
+    try:
+        provenance = json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise GradreelError(
+            f"{str(folder)!r} holds no results of an experiment; give the folder that `run` filled"
+        ) from None
+    report = as_markdown(read_frame(folder / FRAME_FILE), provenance)
+    console = out()
+    console.print(f"Reference: {adopt(preset, size, folder, report=report)}", markup=False, soft_wrap=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ablations.stats import Paired, compare
 FRAME_FILE, PROVENANCE_FILE = "frame.parquet", "provenance.json"
 #: Metrics of the one Frame that say what a run is: its experts' peak lr, and the comparisons it belongs to.
 PEAK_LR = "peak_lr"
+DIFFERENCE = "paired_difference"
 LOSS_EVERY = 10
 
 
@@ -69,13 +71,16 @@ class Results:
     failed: Mapping[str, str] | None = None
 
 
-def gather(made: Made, root: Path) -> Results:
+def gather(made: Made, root: Path, size: str = "cpu") -> Results:
     """Put the runs together; the same runs give the same Frame, whatever order they were made in."""
     plan = made.plan
-    frame = pl.concat([_frame_of(cells, spec, made, root) for cells, spec in _runs_by_arm(plan)])
     verdicts = tuple(verdicts_of(plan, made.runs))
+    parts = [_frame_of(cells, spec, made, root) for cells, spec in _runs_by_arm(plan)]
+    frame = pl.concat([*parts, _differences(plan, verdicts)])
     notes = (*plan.notes, *(f"run {run_id} failed: {why}" for run_id, why in made.failed.items()))
-    return Results(frame, verdicts, _provenance(made, notes, verdicts), root, notes, dict(made.failed))
+    return Results(
+        frame, verdicts, _provenance(made, notes, verdicts) | {"size_name": size}, root, notes, dict(made.failed)
+    )
 
 
 def write_results(results: Results) -> None:
@@ -123,9 +128,30 @@ def _frame_of(cells: list[Cell], spec: RunSpec, made: Made, root: Path) -> pl.Da
         return head
     rows = read_run_frame(root, spec.id)
     # Losses of single steps are thinned: a curve needs no more, and the one Frame stays small.
-    thin = pl.col("metric").is_in(["loss", DELTA_RMS]) & (pl.col("step") % LOSS_EVERY != 0) & (pl.col("flag") == "")
+    thin = (
+        pl.col("metric").is_in(["loss", DELTA_RMS]) & ((pl.col("step") - 1) % LOSS_EVERY != 0) & (pl.col("flag") == "")
+    )
     rows = rows.filter(~thin).with_columns(arm=pl.lit(label))
     return pl.concat([head.with_columns(recipe=pl.lit(rows["recipe"][0])), rows])
+
+
+def _differences(plan: Plan, verdicts: Iterable[Verdict]) -> pl.DataFrame:
+    """The paired differences as rows: `run` is the way of comparing; without a seed, the ends of the interval."""
+    from toolkit.frame import FrameWriter
+
+    with FrameWriter(constants={"unit": "nats"}) as writer:
+        for verdict in verdicts:
+            found = verdict.paired
+            recipe = plan.preset.expression(found.arm, plan.size)
+            about = {"run": verdict.way, "arm": arm_label(verdict.setting, found.arm), "recipe": recipe}
+            rows: list[dict[str, Any]] = [
+                {"metric": DIFFERENCE, "seed": seed, "value": value}
+                for seed, value in zip(found.seeds, found.differences, strict=True)
+            ]
+            ends = (("low", found.low), ("high", found.high))
+            rows += [{"metric": f"{DIFFERENCE}_{end}", "value": value} for end, value in ends if value is not None]
+            writer.write({**about, **row} for row in rows)
+        return writer.close().collect()
 
 
 def verdicts_of(plan: Plan, runs: Mapping[str, Finished]) -> Iterator[Verdict]:
@@ -164,7 +190,11 @@ def _provenance(made: Made, notes: tuple[str, ...], verdicts: tuple[Verdict, ...
         "made_by": machines,
         "verdicts": [verdict_dict(verdict) for verdict in verdicts],
         "tuning": {
-            arm_label(*key): {"best": t.best, "edge": t.edge, "losses": {f"{lr:g}": v for lr, v in t.losses.items()}}
+            arm_label(*key): {
+                "best": t.best,
+                "edge": t.edge,
+                "losses": {f"{lr:g}": v if math.isfinite(v) else None for lr, v in t.losses.items()},
+            }
             for key, t in plan.tuning.items()
         },
         "notes": list(notes),
@@ -200,6 +230,7 @@ def verdict_dict(verdict: Verdict) -> dict[str, Any]:
         "way": verdict.way,
         "setting": verdict.setting,
         "lr": verdict.lr,
+        "baseline_lr": verdict.baseline_lr,
         "sentence": verdict.sentence,
         **asdict(verdict.paired),
     }

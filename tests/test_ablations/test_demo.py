@@ -74,7 +74,7 @@ def test_the_last_lines_name_report_verdict_and_three_commands(finished: demo.De
 def test_the_demo_has_every_metric_that_the_figures_need() -> None:
     from toolkit.plots import PLOTS
 
-    for plot in PLOTS.all():
+    for plot in (plot for plot in PLOTS.all() if plot.about == "updates"):
         assert set(plot.requires) <= set(PRESETS.get("demo").metrics), plot.name
 
 

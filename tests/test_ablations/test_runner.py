@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,8 @@ import polars as pl
 import pytest
 import torch
 
-from ablations.executors import EXECUTORS, Executor, Job, OnSteps, Outcome
-from ablations.models.config import MoEConfig
-from ablations.presets import Ablation, Arm, Data, Size
-from ablations.runner import run
+from ablations.executors import EXECUTORS, Executor, Job, Outcome
+from ablations.presets import Arm, Data
 from ablations.runner._execute import execute
 from ablations.runner._plan import Cell, Plan
 from ablations.runner._run import make_runs
@@ -29,50 +28,13 @@ from ablations.runner._store import finished, locked, read_run_frame
 from ablations.runner.worker import make
 from traces.errors import GradreelError
 
-TINY = MoEConfig(
-    vocab_size=256,
-    hidden_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=16,
-    dense_hidden=16,
-    expert_hidden=8,
-    num_experts=4,
-    top_k=1,
-    moe_layers=(0,),
-    expert_compute="grouped",
-)
-SIZE = Size(
-    model=TINY,
-    steps=6,
-    batch=2,
-    length=16,
-    grid=(1e-3, 3e-3),
-    shared_lr=1e-3,
-    seeds=(0, 1),
-    evaluations=2,
-    eval_batches=4,
-    eval_batch=2,
-)
-PRESET = Ablation(
-    name="tiny",
-    question="Does it run?",
-    decides="It does if it runs.",
-    arms={"sinkgd": Arm("sinkgd"), "mesh": Arm("mesh"), "adamw": Arm("adamw(weight_decay=0.0)")},
-    baseline="sinkgd",
-    sizes={"cpu": SIZE},
-)
-
-
-def here(jobs: Sequence[Job], *, workers: int, on_steps: OnSteps) -> Iterator[Outcome]:
-    """Runs in this process: what a worker does, without its start."""
-    for job in jobs:
-        yield Outcome(job.id, make({"spec": dict(job.spec), "root": job.root, "plugins": []}, open(os.devnull, "w"), set()))
-
-
-EXECUTORS.add(Executor("here", "in this process", here))
+_FILE = Path(__file__).with_name("tiny_experiment.py")
+_SPEC = importlib.util.spec_from_file_location("tiny_experiment", _FILE)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+tiny = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(tiny)
+TINY, SIZE, PRESET, run = tiny.TINY, tiny.SIZE, tiny.PRESET, tiny.run
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +104,7 @@ def test_matching_scales_the_real_change_of_the_weights() -> None:
     moves = Moves(model, optimizer, {name: [0.25] for name in names})
     before = {name: weights[name].detach().clone() for name in weights}
     for step in range(2):  # the second step is past the end of the targets
-        for name, parameter in weights.items():
+        for parameter in weights.values():
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
         start = {name: weights[name].detach().clone() for name in weights}
         optimizer.step()
@@ -167,7 +129,7 @@ def test_the_frame_is_the_same_after_kill_and_resume(whole: tuple[Path, pl.DataF
     root = tmp_path / "killed"
     code = (
         "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('tiny_preset', {__file__!r})\n"
+        f"spec = importlib.util.spec_from_file_location('tiny_experiment', {str(_FILE)!r})\n"
         "tiny = importlib.util.module_from_spec(spec); spec.loader.exec_module(tiny)\n"
         f"tiny.run(tiny.PRESET, out={str(root)!r}, executor='local', workers=1)\n"
     )
@@ -252,7 +214,8 @@ def test_a_full_disk_is_one_line_and_no_half_run(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    error = make({"spec": spec.to_dict(), "root": str(tmp_path), "plugins": []}, open(os.devnull, "w"), set())
+    with open(os.devnull, "w") as nowhere:
+        error = make({"spec": spec.to_dict(), "root": str(tmp_path), "plugins": []}, nowhere, set())
     assert error == "No space left on device"
     assert [p.name for p in tmp_path.iterdir()] == []
 
@@ -298,6 +261,8 @@ def test_the_id_is_that_of_the_definition() -> None:
         run_spec(replace(SIZE, model=replace(TINY, num_experts=8)), "mesh", 1e-3, 0),
     ]
     assert len({spec.id, *(other.id for other in others)}) == 7
+    # Results that are kept name runs by their id: a new entry of a run or a model must not change it.
+    assert spec.id == "31a21e9c10461911"
     with pytest.raises(GradreelError, match="no definition of a run"):
         RunSpec.from_dict({"steps": 1})
 

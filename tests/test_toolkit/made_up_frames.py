@@ -6,7 +6,7 @@ Not a test file: `test_plots.py`, `test_report.py` and the plot contract load it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,12 @@ def made_up_frame(
                 add("update_rms", rms * near(1.0, 0.1, 9.0, 1), step=int(step), **router, recipe=recipe)
             both = {**router, "recipe": recipe}
             _lagged(add, "update_cos", lambda lag, c=cos: near(0.3 + 0.6 * c ** (lag**0.5), count=1), steps, lags, both)
+    rows.extend(_experiment(table, steps, scale))
+    for model, size in ((run, 1e8), (f"{run};large", 1e10)):
+        for recipe in recipes:
+            plan = {"run": model, "recipe": recipe}
+            rows.append({**plan, "metric": "parameters", "unit": "1", "value": size})
+            rows.append({**plan, "metric": "peak_bytes", "unit": "B", "value": 9 * size * scale})
     for number, (tokens, activity) in enumerate(itertools.product((0.04, 0.3, 4.0), (0.1, 0.5, 1.0))):
         world = {"run": f"{run};world-{number}", "metric": "world.tokens_over_min_side", "unit": "1"}
         rows.append({**world, "value": tokens * scale})
@@ -119,6 +125,25 @@ def as_frame(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
         if row["value"] is not None and np.isnan(row["value"]):
             row["value"] = None
     return pl.DataFrame(full, schema=SCHEMA)
+
+
+def _experiment(recipes: Iterable[str], steps: Sequence[int], scale: float) -> Iterator[dict[str, Any]]:
+    """Rows of closed-loop runs: a grid of three rates, and two seeds of each way of comparing."""
+    for place, recipe in enumerate(recipes):
+        for lr, seed in ((1e-3, 0), (3e-3, 0), (9e-3, 0), (3e-3, 1)):
+            run = {"run": f"{recipe};{lr};{seed}", "arm": recipe, "recipe": recipe, "seed": seed}
+            ways = ["grid"] * (seed == 0) + ["shared", "tuned", "matched"] * (lr == 3e-3)
+            yield {**run, "metric": "peak_lr", "value": lr * scale, "unit": "1"}
+            for way in ways:
+                yield {**run, "metric": f"in_{way}", "value": 1.0, "unit": "count"}
+            for step in steps:
+                loss = (2 + 0.1 * place + abs(lr - 3e-3) * 20 + 1 / step) * scale
+                yield {**run, "metric": "valid_loss", "value": loss, "step": int(step), "unit": "nats"}
+                yield {**run, "metric": "delta_rms", "value": lr / step * scale, "step": int(step), "unit": "weight"}
+        for way in ("shared", "tuned", "matched"):
+            row = {"run": way, "arm": recipe, "recipe": recipe, "unit": "nats"}
+            for name, seed, value in (("", 0, 0.1), ("", 1, 0.2), ("_low", None, -0.1), ("_high", None, 0.4)):
+                yield {**row, "metric": f"paired_difference{name}", "seed": seed, "value": value * scale}
 
 
 def _over_time(add: Any, near: Any, steps: Any, lags: Any, cos: float, where: Mapping[str, Any]) -> None:

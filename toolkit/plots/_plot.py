@@ -17,6 +17,8 @@ class Plot:
 
     `requires` names the metrics the Frame must hold; a missing one is an error that says which metric to add.
     `draw(frame, **options) -> Figure`. `caption` is one sentence that says how to read the figure.
+    `about` says which report draws it: "updates" (of a replay or a run), "training" (an experiment's closed loop) or
+    "simulation".
     """
 
     name: str
@@ -25,6 +27,7 @@ class Plot:
     draw: Callable[..., Figure]
     caption: str
     per_expert: bool = False
+    about: str = "updates"
 
     def missing(self, frame: pl.DataFrame) -> list[str]:
         """The required metrics that `frame` lacks."""

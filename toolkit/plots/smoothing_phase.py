@@ -148,4 +148,5 @@ PLOT = Plot(
         "arm. Purple, above 1: the arm is better; orange, below 1: the baseline is. Hatched: not decided, the 95% "
         "interval over paired seeds crosses 1. The scale ends at an eighth and at eight."
     ),
+    about="simulation",
 )

@@ -83,11 +83,11 @@ def write_report(
     return Report(target, found.headline, tuple(name for name, _ in missing))
 
 
-def draw_all(frame: pl.DataFrame) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Every plot drawn for wide and narrow pages, and (title, reason) of those that could not be."""
+def draw_all(frame: pl.DataFrame, about: str = "updates") -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """Every plot about `about` drawn for wide and narrow pages, and (title, reason) of those that could not be."""
     drawn: list[dict[str, Any]] = []
     missing: list[tuple[str, str]] = []
-    names = PLOTS.names()
+    names = [plot.name for plot in PLOTS.all() if plot.about == about]
     for name in sorted(names, key=lambda n: (_ORDER.index(n) if n in _ORDER else len(_ORDER), n)):
         plot = PLOTS.get(name)
         try:
