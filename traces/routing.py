@@ -256,4 +256,6 @@ class RoutingFile:
         except (TraceError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            raise TraceError(f"{self.where} is not readable parquet: {str(error).splitlines()[0][:120]}") from None
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            plain = "".join(c if c.isprintable() else "?" for c in reason[:120])  # it may quote bytes of the file
+            raise TraceError(f"{self.where} is not readable parquet: {plain}") from None
