@@ -20,7 +20,9 @@ from traces.statistics_fields import ALONE, PAIRED, STATISTICS
 from traces.views import ParamInfo
 
 Compute = Callable[..., Any]
-_CHUNK_ELEMENTS = 1 << 20
+#: Elements at a time: on a CPU so few that intermediate results stay in its cache.
+_PIECE = {"cpu": 1 << 14}
+_LARGE_PIECE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -139,8 +141,9 @@ def plain_statistics(
         name: torch.zeros(len(g), dtype=torch.int64 if name in counts else torch.float64, device=g.device)
         for name in (STATISTICS if p is not None else ALONE)
     }
-    width = max(1, min(g.shape[1], _CHUNK_ELEMENTS))
-    height = max(1, _CHUNK_ELEMENTS // width)
+    most = _PIECE.get(g.device.type, _LARGE_PIECE)
+    width = max(1, min(g.shape[1], most))
+    height = max(1, most // width)
     for i in range(0, len(g), height):
         for j in range(0, g.shape[1], width):
             here = (slice(i, i + height), slice(j, j + width))
