@@ -109,7 +109,10 @@ def test_control_c_ends_it_with_0(tmp_path: Path) -> None:
     path = tmp_path / "c.trace"
     writer = Writer(path)
     writer.steps(1)
-    command = [sys.executable, "-m", "ablations.cli", "info", "--follow", str(path), "--every", "0.05"]
+    # A job in the background inherits that SIGINT is ignored; a terminal's has Python's own handler.
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{handler}; from ablations.cli import main; main()"
+    command = [sys.executable, "-c", program, "info", "--follow", str(path), "--every", "0.05"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watcher:
         assert watcher.stdout
         assert watcher.stderr
@@ -117,7 +120,10 @@ def test_control_c_ends_it_with_0(tmp_path: Path) -> None:
         writer.steps(1)
         assert "step 2 " in watcher.stdout.readline()
         watcher.send_signal(signal.SIGINT)
-        assert watcher.wait(30) == 0
+        try:
+            assert watcher.wait(60) == 0
+        finally:
+            watcher.kill()
         assert watcher.stderr.read() == ""
     writer.close()
 
