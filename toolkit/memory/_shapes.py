@@ -164,7 +164,7 @@ def _hugging_face(source: Any, values: dict[str, Any]) -> nn.Module:
                 near = difflib.get_close_matches(str(family), known, n=3)
                 raise GradreelError(
                     f"unknown family {str(family)[:100]!r} (model_type); transformers {transformers.__version__} "
-                    f"knows {len(known)}, the nearest being {', '.join(near) or 'none'}; or give a module or a shape table"
+                    f"knows {len(known)}, the nearest being {', '.join(near) or 'none'}; or give a module or a table"
                 ) from None
             raise GradreelError(f"config of family {family}: {_first_line(error)}") from None
         except Exception as error:  # transformers validates with errors of its own
