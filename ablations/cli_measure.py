@@ -64,7 +64,7 @@ def measure_preset(preset: str, recipe: str, steps: int = 3) -> list[str]:
     from toolkit.optim import make_optimizer
 
     chosen: Any = PRESETS.get(preset)
-    config = getattr(chosen, "model", None)
+    config: Any = getattr(chosen, "model", None)
     if not hasattr(config, "num_experts"):
         raise GradreelError(f"preset {preset} names no model of this project; measure --preset demo, or a script")
     corpus = stdlib_corpus()

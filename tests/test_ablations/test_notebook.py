@@ -10,7 +10,9 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 #: What makes a notebook small enough for a test; a notebook takes those of them that it names.
-SMALL = {"STEPS": 5, "BATCH": 2, "LENGTH": 32, "RECIPES": ["adamw", "sinkgd", "mesh"]}
+SMALL = {"STEPS": 5, "BATCH": 2, "LENGTH": 32, "RECIPES": ["adamw", "sinkgd", "mesh"], "MODELS": ["skewadam-6.78b"]}
+#: Notebooks that replay write a report, and show more figures.
+REPLAYS = ("01_record_and_replay",)
 
 
 def parameter_cell(notebook: Any) -> Any:
@@ -40,7 +42,7 @@ def test_it_is_kept_with_its_outputs_and_without_errors(path: Path) -> None:
     outputs = [out for cell in code for out in cell.outputs]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not [out for out in outputs if out.output_type == "error"]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) >= 6
+    assert sum("image/png" in out.get("data", {}) for out in outputs) >= (6 if path.stem in REPLAYS else 3)
     assert path.stat().st_size < 3_000_000
     # A reader learns the question before seeing the answer.
     for before, cell in zip(notebook.cells, notebook.cells[1:], strict=False):
@@ -62,5 +64,6 @@ def test_it_runs_on_a_small_trace(path: Path, tmp_path: Path, monkeypatch: pytes
     )
     client.execute()
     reports = list(tmp_path.glob("gradreel-*/report.html"))
-    assert len(reports) == 1
-    assert "Replay is open-loop" in reports[0].read_text(encoding="utf-8")
+    assert len(reports) == (path.stem in REPLAYS)
+    for report in reports:
+        assert "Replay is open-loop" in report.read_text(encoding="utf-8")

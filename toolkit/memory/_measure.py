@@ -94,7 +94,8 @@ def measure(model: nn.Module, optimizer: Any = None) -> Reading:
     optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     pinned = [t for one in optimizers for t in _pinned(one)]
     owned = {_address(t) for t in pinned}
-    state, counters = [], []
+    state: list[Tensor] = []
+    counters: list[Tensor] = []
     for one in optimizers:
         for values in one.state.values():
             for key, value in values.items():
