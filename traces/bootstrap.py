@@ -2,6 +2,7 @@
 
     python -m traces.bootstrap OUT [--at JSON] -- train.py --its --arguments
     python -m traces.bootstrap OUT -- -m package.train --its --arguments
+    torchrun --nproc-per-node 2 -m traces.bootstrap OUT -- train.py --its --arguments
 
 The first training forward of a model with MoE layers starts the recording; the process-wide step hook finds its
 optimizer. The exit code is the script's own, or 2 where nothing could be recorded.
@@ -128,6 +129,8 @@ class _Starter:
         self._handle.remove()
         if self.recorder is not None:
             self.recorder.__exit__(kind, error, at)
+        elif kind is None and _in_several():  # a stage of a pipeline may have no experts
+            print("gradreel: this process saw no training forward of a model with MoE layers", file=sys.stderr)
         elif kind is None:
             raise GradreelError(
                 "no training forward of a model with MoE layers was seen, nothing was recorded; a model that is not "
@@ -189,9 +192,15 @@ def _parse(words: list[str]) -> tuple[str, RecordAt | None, list[str]]:
     if len(own) != 1 or not target:
         raise GradreelError(usage)
     out = as_place(own[0])
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):  # told before the script has worked for hours
+    taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if taken and not _in_several():  # told before the script has worked for hours; other ranks may have begun
         raise GradreelError(f"{str(out)!r} already holds a trace or other files; choose another path or remove it")
     return own[0], at, split_command(["python", *target])[2]
+
+
+def _in_several() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1").isdigit() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _on_ending(number: int, frame: Any) -> None:

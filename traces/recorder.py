@@ -271,7 +271,7 @@ class Recorder:
         closing = self._copier.snapshot(self.step + 1, self.plan.snapshot_bytes)
         if sound and self._probe is not None:
             self._route_probe(closing)
-        if closing.tensors or closing.probe is not None:
+        if closing.tensors or closing.probe is not None or self._sharing.several:  # a step is one that all ranks have
             sink.put(closing)
 
     def _remove_hooks(self) -> None:

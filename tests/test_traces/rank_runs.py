@@ -216,6 +216,8 @@ def ddp(rank: int, folder: Path) -> None:
         scalars = open_trace(folder / "ddp.trace").scalars()
         assert scalars["loss"].to_list()[:3] == [1.0, 2.0, 3.0]
         assert scalars["tokens"].to_list()[:3] == [24, 24, 24]
+        last = open_trace(folder / "ddp.trace").weight("inside.weight", 4)
+        assert same_bits(last, model.inside.weight.detach()), "the closing snapshot is a step of all ranks"
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in witness.gradients[1].values()]))
         assert abs(scalars["grad_norm"][0] - float(norm)) < 1e-5 * float(norm)
 

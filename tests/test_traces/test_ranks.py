@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +99,52 @@ def test_identical_gradients_replay_identically(tmp_path: Path) -> None:
         frames.append(found.filter(found["metric"] != "step_ms").drop("run"))
     assert frames[0].height > 50
     assert_frame_equal(frames[0], frames[1])
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import rank_runs as runs
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(runs.RankModel())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, 4):
+        model(runs.batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_launched_script_is_recorded_as_it_is(tmp_path: Path) -> None:
+    """The process-wide hook on each rank, as a launcher such as torchrun starts them."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "traces.bootstrap", str(tmp_path / "run.trace"), "--", "train.py", HERE]
+    launched = []
+    for rank in ("0", "1"):
+        there = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        root = str(Path(__file__).parents[2])
+        environment = {**os.environ, **there, "PYTHONPATH": root}
+        launched.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[1] for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], said
+    trace = open_trace(tmp_path / "run.trace")
+    assert trace.finished
+    assert trace.steps == [1, 2, 3]
+    assert trace.verify() == []
+    assert not list((tmp_path / "run.trace" / "rank-00001").glob("chunk-*"))
+    routing = trace.routing_step(1, 1)
+    assert routing is not None
+    assert int(routing.tokens_per_expert.sum()) == 12, "the first forward counts on both ranks"
 
 
 def test_what_cannot_be_recorded_of_several_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
