@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class Run(Protocol):
     executor itself: a run's folder is complete or absent.
     """
 
-    def __call__(self, jobs: Sequence[Job], *, workers: int, on_steps: OnSteps) -> Iterator[Outcome]: ...
+    def __call__(self, jobs: Sequence[Job], *, workers: int, on_steps: OnSteps) -> Generator[Outcome, None, None]: ...
 
 
 @dataclass(frozen=True)

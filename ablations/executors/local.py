@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 
 
-def run(jobs: Sequence[Job], *, workers: int, on_steps: OnSteps) -> Iterator[Outcome]:
+def run(jobs: Sequence[Job], *, workers: int, on_steps: OnSteps) -> Generator[Outcome, None, None]:
     """See `ablations.executors.Run`."""
     if workers < 1:
         raise GradreelError(f"workers is {workers}; allowed: at least 1")

@@ -94,7 +94,7 @@ def make_runs(
             stage(plan.second(runs))
             stage(plan.third(runs))
         except KeyboardInterrupt:
-            kept = len(list(root.glob("*/run.json")))
+            kept = len(list(root.glob("[!.]*/run.json")))
             say(f"interrupted; {kept} finished runs are kept in {str(root)!r}, and the same command goes on from there")
             raise
     _check_pairs(plan, runs)

@@ -143,8 +143,9 @@ def naive_loss(model: MoELanguageModel, inputs: Tensor, labels: Tensor) -> Tenso
     ],
     ids=["default", "learned", "topk_softmax", "softmax_topk"],
 )
-def test_forward_and_backward_equal_a_loop_over_tokens(changes: dict[str, object]) -> None:
-    model = build(**changes)
+@pytest.mark.parametrize("compute", ["loop", "grouped"])
+def test_forward_and_backward_equal_a_loop_over_tokens(changes: dict[str, object], compute: str) -> None:
+    model = build(**changes, expert_compute=compute)
     inputs, labels = batch_of(length=6, batch=2)
     loss = model(inputs, labels=labels).loss
     expected = naive_loss(model, inputs, labels)
@@ -169,8 +170,9 @@ def test_the_study_is_one_config() -> None:
     assert sizes["layers.1.mlp.experts.gate_up_proj"] + sizes["layers.1.mlp.experts.down_proj"] == 3 * 2**31
 
 
-def test_idle_experts_get_exact_zero_slices() -> None:
-    model = build(moe_layers=(1,), top_k=1, num_layers=2)
+@pytest.mark.parametrize("compute", ["loop", "grouped"])
+def test_idle_experts_get_exact_zero_slices(compute: str) -> None:
+    model = build(moe_layers=(1,), top_k=1, num_layers=2, expert_compute=compute)
     with torch.no_grad():
         model.layers[1].mlp.router.weight[3:] = 0
         model.layers[1].mlp.router.weight[:3] *= 100
@@ -185,12 +187,13 @@ def test_idle_experts_get_exact_zero_slices() -> None:
             assert bool((parameter.grad[e] != 0).any()) == (e in used)
 
 
-def test_of_equal_logits_the_lowest_index_wins() -> None:
-    model = build(router_zero_init=True, num_experts=64, top_k=3, expert_hidden=2)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_of_equal_logits_the_lowest_index_wins(top_k: int) -> None:
+    model = build(router_zero_init=True, num_experts=64, top_k=top_k, expert_hidden=2)
     logits, weights, indices = model.layers[0].mlp.router(torch.randn(50, 12, dtype=torch.float64))
     assert logits.shape == (50, 64)
-    assert indices.tolist() == [[0, 1, 2]] * 50
-    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
+    assert indices.tolist() == [list(range(top_k))] * 50
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / top_k))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -56,7 +56,7 @@ def test_every_way_has_every_arm_and_seed(whole: tuple[Path, pl.DataFrame]) -> N
     provenance = json.loads((root / "provenance.json").read_text())
     assert provenance["failed"] == {}
     assert {v["way"] for v in provenance["verdicts"]} == {"shared", "tuned", "matched"}
-    assert len(list(root.glob("*/run.json"))) == provenance["runs"] <= Plan(PRESET, SIZE).most_runs()
+    assert len(list(root.glob("[!.]*/run.json"))) == provenance["runs"] <= Plan(PRESET, SIZE).most_runs()
 
 
 def test_a_finished_experiment_makes_no_run_again(
@@ -72,7 +72,7 @@ def test_a_finished_experiment_makes_no_run_again(
 
 
 def test_all_arms_of_a_seed_begin_equal_and_seeds_differ(whole: tuple[Path, pl.DataFrame]) -> None:
-    runs = [json.loads(file.read_text()) for file in whole[0].glob("*/run.json")]
+    runs = [json.loads(file.read_text()) for file in whole[0].glob("[!.]*/run.json")]
     for name in ("weights_sha256", "batches_sha256"):
         by_seed = {seed: {r[name] for r in runs if r["spec"]["seed"] == seed} for seed in (0, 1)}
         assert [len(values) for values in by_seed.values()] == [1, 1]
@@ -135,12 +135,12 @@ def test_the_frame_is_the_same_after_kill_and_resume(whole: tuple[Path, pl.DataF
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2])
     deadline = time.monotonic() + 120
-    while len(list(root.glob("*/run.json"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+    while len(list(root.glob("[!.]*/run.json"))) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    kept = {file.parent.name: file.stat().st_mtime_ns for file in root.glob("*/run.json")}
-    assert 2 <= len(kept) < len(list(whole[0].glob("*/run.json")))
+    kept = {file.parent.name: file.stat().st_mtime_ns for file in root.glob("[!.]*/run.json")}
+    assert 2 <= len(kept) < len(list(whole[0].glob("[!.]*/run.json")))
     # The worker finds out that nobody listens; until then it may still finish its run.
     resumed = run(PRESET, out=root, executor="here").frame
     assert resumed.equals(whole[1])
@@ -239,6 +239,49 @@ def test_other_weights_or_batches_are_an_error(tmp_path: Path, whole: tuple[Path
     file.write_text("{")
     with pytest.raises(GradreelError, match="damaged"):
         make_runs(PRESET, SIZE, root, executor="here")
+
+
+def test_an_interrupt_keeps_what_is_finished_and_the_same_call_goes_on(
+    whole: tuple[Path, pl.DataFrame],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(jobs: list[Job], **options: object) -> Iterator[Outcome]:
+        for number, outcome in enumerate(tiny.here(jobs, **options)):
+            yield outcome
+            if number == 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(EXECUTORS._added, "here", Executor("here", "", interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            run(PRESET, out=tmp_path, executor="here")
+    assert "interrupted; 2 finished runs are kept" in " ".join(capsys.readouterr().err.split())
+    assert run(PRESET, out=tmp_path, executor="here").frame.equals(whole[1])
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_runs_too(tmp_path: Path) -> None:
+    from ablations.presets._ablation import changed
+    from ablations.presets._sizes import on_gpu
+
+    layers = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+    small = {
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        **layers,
+    }
+    changes = {"model.config": small, "device": "cpu", "steps": 3, "warmup": 1, "batch": 2, "length": 16}
+    size = changed(on_gpu(eval_batches=4, eval_batch=2), changes)
+    first = execute(run_spec(size, "mesh+adam_rest(1e-3)", 1e-3, 0), tmp_path)
+    assert first.final_loss is not None
+    assert 5 < first.final_loss < 6.5
+    frame = read_run_frame(tmp_path, first.id).filter(pl.col("metric") == "delta_rms")
+    assert frame["value"].min() > 0
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_the_schedule_rises_then_falls_and_never_rests_at_zero() -> None:
     assert Schedule(steps=4, warmup=0, floor=1.0).factor(4) == 1.0
 
 
+def test_other_schedules_end_where_they_say() -> None:
+    linear, constant, wsd = (Schedule(99, 0, 0.1, shape) for shape in ("linear", "constant", "wsd"))
+    assert linear.factor(50) == pytest.approx(0.55)
+    assert linear.factor(99) == pytest.approx(0.1 + 0.9 * 0.01)  # one part of a hundred is left
+    assert {constant.factor(step) for step in (1, 50, 99)} == {1.0}
+    assert wsd.factor(60) == 1.0
+    assert wsd.factor(91) == pytest.approx(0.1 + 0.9 * 0.45)
+    with pytest.raises(GradreelError, match="unknown schedule 'steps'"):
+        Schedule(10, shape="steps")
+
+
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 5, "warmup": 6}, {"steps": 5, "floor": 2.0}])
 def test_a_wrong_schedule_is_named(wrong: dict[str, float]) -> None:
     with pytest.raises(GradreelError, match="allowed: "):

@@ -32,12 +32,11 @@ def difference_panel(ax: Axes, frame: pl.DataFrame, way: str, arms: list[str]) -
         drawn = True
         seeds = mine.filter(pl.col("seed").is_not_null())["value"].to_list()
         ax.plot(seeds, [place] * len(seeds), linestyle="", marker="o", color=SOFT, markersize=2.6, alpha=0.8)
-        mean = mine["value"].filter(mine["seed"].is_not_null()).mean()
         low, high = (table.filter(pl.col("arm") == arm)["value"].to_list() for table in ends.values())
         if low and high:
             ax.plot([low[0], high[0]], [place, place], color=styles[arm].colour, linewidth=2.0, solid_capstyle="butt")
-        if mean is not None:
-            ax.plot([mean], [place], marker="|", color=INK, markersize=9)
+        if seeds:
+            ax.plot([sum(seeds) / len(seeds)], [place], marker="|", color=INK, markersize=9)
     ax.set_yticks(range(len(arms)), [text(arm, 22) for arm in reversed(arms)])
     ax.set_ylim(-0.6, max(len(arms), 1) - 0.4)
     ax.grid(True, axis="x")
