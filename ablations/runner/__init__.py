@@ -32,10 +32,14 @@ def run(
     """
     from ablations.runner._results import gather, write_results
     from ablations.runner._run import chosen, make_runs
+    from traces.errors import GradreelError
 
     experiment, wanted = chosen(preset, size, arms=arms, seeds=seeds, changes=changes)
     root = Path(out) if out is not None else Path("runs") / f"{experiment.name}-{size}"
     made = make_runs(experiment, wanted, root, executor=executor, workers=workers)
+    if not made.runs:
+        why = next(iter(made.failed.values()))
+        raise GradreelError(f"no run of {experiment.name} at size {size} could be made: {why}")
     results = gather(made, root, size)
     write_results(results)
     return results

@@ -116,7 +116,8 @@ def print_results(results: Results) -> None:
             console.print(f"\n{way}:", markup=False)
         console.print(f"  {verdict.sentence}", markup=False, soft_wrap=True)
     console.print("")
-    for note in results.notes:
+    failed = results.failed or {}
+    for note in results.notes[: len(results.notes) - len(failed)]:  # failures were told when they happened
         say(note)
     console.print(f"Frame: {results.path / 'frame.parquet'}", markup=False, soft_wrap=True)
     console.print(f"Next: gradreel report {results.path}", markup=False, soft_wrap=True)

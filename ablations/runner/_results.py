@@ -18,6 +18,7 @@ from ablations.runner._run import Made
 from ablations.runner._spec import Finished, RunSpec
 from ablations.runner._store import read_run_frame, write_aside
 from ablations.stats import Paired, compare
+from traces.errors import GradreelError
 
 FRAME_FILE, PROVENANCE_FILE = "frame.parquet", "provenance.json"
 #: Metrics of the one Frame that say what a run is: its experts' peak lr, and the comparisons it belongs to.
@@ -87,8 +88,14 @@ def write_results(results: Results) -> None:
     """Write frame.parquet and provenance.json into the results' folder."""
     from toolkit.frame import write_frame
 
-    write_frame(results.path / FRAME_FILE, results.frame, results.provenance)
-    write_aside(results.path / PROVENANCE_FILE, json.dumps(results.provenance, indent=1) + "\n")
+    try:
+        write_frame(results.path / FRAME_FILE, results.frame, results.provenance)
+        write_aside(results.path / PROVENANCE_FILE, json.dumps(results.provenance, indent=1) + "\n")
+    except OSError as error:
+        raise GradreelError(
+            f"cannot write the results into {str(results.path)!r}: {error.strerror or error}; finished runs are kept, "
+            "so make room and run again"
+        ) from None
 
 
 def _runs_by_arm(plan: Plan) -> list[tuple[list[Cell], RunSpec]]:

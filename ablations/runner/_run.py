@@ -17,7 +17,7 @@ from traces.console import progress_bar, say
 from traces.errors import GradreelError
 from traces.registry import loaded_plugin_files
 
-DEFAULT_FOLDER = Path("runs")
+_FAILURES_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,16 @@ def execute_specs(
             which = f"run {outcome.id} ({job.spec['recipe']}, lr {job.spec['lr']:g}, seed {job.spec['seed']})"
             if known is None:
                 failed[outcome.id] = outcome.error or "its executor says it is done, but its folder is not there"
-                say(f"{which} failed: {failed[outcome.id]}")
+                if len(failed) <= _FAILURES_TOLD:
+                    say(f"{which} failed: {failed[outcome.id]}")
                 continue
             made[outcome.id] = known
             if known.diverged_at is not None:
                 say(f"{which} diverged at step {known.diverged_at}")
     finally:
         outcomes.close()
+    if len(failed) > _FAILURES_TOLD:
+        say(f"and {len(failed) - _FAILURES_TOLD} more runs failed; provenance.json names them all")
     return made, failed
 
 

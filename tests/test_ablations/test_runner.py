@@ -220,6 +220,12 @@ def test_a_full_disk_is_one_line_and_no_half_run(tmp_path: Path, monkeypatch: py
     assert [p.name for p in tmp_path.iterdir()] == []
 
 
+def test_missing_data_for_every_run_is_one_error(tmp_path: Path) -> None:
+    preset = replace(PRESET, sizes={"cpu": replace(SIZE, data=Data("nowhere"))})
+    with pytest.raises(GradreelError, match="no run of tiny at size cpu could be made: unknown data source 'nowhere'"):
+        run(preset, out=tmp_path, executor="here")
+
+
 def test_other_weights_or_batches_are_an_error(tmp_path: Path, whole: tuple[Path, pl.DataFrame]) -> None:
     import shutil
 
