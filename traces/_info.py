@@ -82,7 +82,8 @@ def _ranks(trace: Trace) -> str:
 def _seen(trace: Trace) -> int:
     """How many optimizer steps the trace knows of; the closing snapshot of the weights is none."""
     steps = trace.all_steps
-    if not steps or steps[-1] not in trace.weight_steps():
+    closing = {*trace.weight_steps(), *trace.probe_steps()}
+    if not steps or steps[-1] not in closing:
         return len(steps)
     last = trace._record(steps[-1])
     return len(steps) - (not last.recorded and not last.skipped and "lr" not in last.scalars)
