@@ -3,10 +3,10 @@
 from ablations.presets._ablation import Ablation, Arm
 from ablations.presets._sizes import MANY_TOKENS, as_mesh, few_tokens, on_gpu
 
-#: Names say the mean tokens per expert and step; matrices are 64 wide, so at 128 the gradient can have full rank.
+#: Names say the mean tokens per expert and step; matrices are 64 wide, so at 128 the gradient can have full rank. Where
+#: tokens are few, runs from different seeds lie far apart: they are longer, and there are more of them.
 _CPU = {
-    "2_tokens": {},
-    "8_tokens": {"model.num_experts": 8},
+    "2_tokens": {"steps": 2000, "warmup": 100, "seeds": (0, 1, 2, 3, 4, 5)},
     "128_tokens": MANY_TOKENS,
 }
 _NANOWHALE = {
