@@ -15,10 +15,11 @@ import numpy as np
 
 from traces import _small, _tables
 from traces._files import is_locked
+from traces._micro import micro_steps
 from traces._rank import find_trace
 from traces._ranks import Ranks
 from traces.errors import NotRecorded, unknown
-from traces.schema import LayerInfo, RawTensor
+from traces.schema import LayerInfo, RawTensor, RoutingRecord
 from traces.views import NONE, ParamInfo, RoutingStep, StepView
 
 if TYPE_CHECKING:
@@ -232,6 +233,13 @@ class Trace:
         """What one layer executed in one step; None where its routing was not recorded."""
         self._record(step)
         return _tables.routing_step(self._all, step, self.layer(layer))
+
+    def routing_records(self, step: int, rank: int = 0) -> Iterator[RoutingRecord]:
+        """What one process executed in one step, by layer and micro-step, padding included."""
+        self._record(step)
+        if not 0 <= rank < len(self._ranks):
+            raise unknown("rank", str(rank), map(str, range(len(self._ranks))))
+        yield from micro_steps(self._ranks[rank], step)
 
     def scalars(self, rank: int | None = None) -> pl.DataFrame:
         """One row per sealed step, unrecorded ones included: step, recorded, skipped, every scalar, nonfinite.
