@@ -11,7 +11,6 @@ taken out: arms on one recorded routing differ through weights alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from traces.errors import GradreelError, NotRecorded
 from traces.executed_ids import flatten, read_experts_call
 from traces.layouts import MoELayer, find_moe_layers
-from traces.module_names import named_modules
+from traces.module_names import below, named_modules
 from traces.reader import Trace, open_trace
 
 if TYPE_CHECKING:
@@ -294,9 +293,10 @@ def _blocks(root: nn.Module, layers: list[MoELayer]) -> list[nn.Module]:
     modules = named_modules(root)
     found = []
     for layer in layers:
-        names = [layer.experts_name, layer.router_name or layer.block_name]
-        shared = commonprefix([name.split(".") for name in names])
-        found.append(modules[".".join(shared)])
+        shared = layer.block_name
+        while layer.router_name is not None and not below(layer.router_name, shared):
+            shared = shared.rpartition(".")[0]
+        found.append(modules[shared])
     return found
 
 

@@ -15,6 +15,7 @@ from traces.errors import GradreelError, unknown
 #: The three ways arms are compared: at one lr, each at its own best lr, and with the baseline's sizes of weight change.
 WAYS = ("shared", "tuned", "matched")
 SIZES = ("cpu", "gpu", "paper")
+ROUTINGS = ("live", "recorded")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 #: The one setting of an experiment that has no others.
 ONLY = ""
@@ -103,10 +104,19 @@ class Size:
 
 @dataclass(frozen=True)
 class Arm:
-    """A recipe in an experiment: `recipe` is its expression, `note` one line about why it is there."""
+    """A recipe in an experiment: `recipe` is its expression, `note` one line about why it is there.
+
+    With `routing="recorded"` the arm trains on the expert ids that the baseline's run of the same seed at the shared
+    rate executed, and not on its own choice; it is evaluated with its own.
+    """
 
     recipe: str
     note: str = ""
+    routing: str = "live"
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTINGS:
+            raise unknown("routing of an arm", self.routing, ROUTINGS)
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,8 @@ class Ablation:
     def __post_init__(self) -> None:
         if self.baseline not in self.arms:
             raise GradreelError(f"preset {self.name}: baseline {self.baseline!r} is not among its arms")
+        if self.arms[self.baseline].routing != "live":
+            raise GradreelError(f"preset {self.name}: the baseline's routing is what others train on; it must be live")
         if not self.threshold >= 0:
             raise GradreelError(f"preset {self.name}: threshold is {self.threshold}; allowed: [0, inf)")
         for way in self.ways:

@@ -42,6 +42,7 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
 
     from ablations.data import open_data
     from ablations.models import build_model
+    from ablations.runner._reel import routed_as
     from ablations.train import Schedule, train
     from toolkit.optim import make_optimizer
     from toolkit.variants import recipe
@@ -67,17 +68,18 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
         if progress is not None:
             progress(report.step)
 
-    result = train(
-        model,
-        optimizer,
-        batches,
-        spec.steps,
-        schedule=Schedule(spec.steps, spec.warmup, spec.floor, spec.schedule),
-        clip=spec.clip,
-        accumulation=spec.accumulation,
-        call=call,
-        progress=after,
-    )
+    with routed_as(spec, root, model, optimizer):
+        result = train(
+            model,
+            optimizer,
+            batches,
+            spec.steps,
+            schedule=Schedule(spec.steps, spec.warmup, spec.floor, spec.schedule),
+            clip=spec.clip,
+            accumulation=spec.accumulation,
+            call=call,
+            progress=after,
+        )
     windows: np.ndarray | None = valid.windows if result.diverged_at is None else None
     final = None if windows is None or not np.isfinite(windows).all() else float(windows.mean())
     if final is None:

@@ -54,6 +54,7 @@ class Plan:
     cells: dict[Cell, list[RunSpec]] = field(default_factory=dict)
     tuning: dict[tuple[str, str], Tuning] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    reels: dict[str, RunSpec] = field(default_factory=dict)  # by id, runs whose routing others train on
 
     def first(self) -> list[RunSpec]:
         """The grid on the tuning seeds, and every arm at the shared rate."""
@@ -143,7 +144,12 @@ class Plan:
 
     def _spec(self, size: Size, arm: str, lr: float, seed: int, *, matched: str | None = None) -> RunSpec:
         measured = EXPERTS if self.preset.experts_only else ALL
-        return run_spec(size, self.preset.expression(arm, size), lr, seed, measured=measured, matched=matched)
+        routing = None
+        if self.preset.arms[arm].routing == "recorded":
+            baseline = self._spec(size, self.preset.baseline, size.shared_lr, seed)
+            self.reels[baseline.id], routing = baseline, baseline.id
+        recipe = self.preset.expression(arm, size)
+        return run_spec(size, recipe, lr, seed, measured=measured, matched=matched, routing=routing)
 
     def _tune(self, size: Size, setting: str, arm: str, known: Mapping[str, Finished]) -> Tuning:
         by_rate: dict[float, list[float]] = {lr: [] for lr in size.rates(arm)}

@@ -11,6 +11,7 @@ from ablations.executors import EXECUTORS, Job
 from ablations.presets import Ablation, Size, load_preset
 from ablations.presets._ablation import changed
 from ablations.runner._plan import Plan
+from ablations.runner._reel import ensure_routing
 from ablations.runner._spec import Finished, RunSpec
 from ablations.runner._store import finished, locked, remove_remains
 from traces.console import progress_bar, say
@@ -85,6 +86,9 @@ def make_runs(
                     continue
                 runs[spec.id] = known
                 advance(spec.steps)
+            reels = {spec.routing: plan.reels[spec.routing] for spec in missing if spec.routing is not None}
+            for reel in reels.values():
+                ensure_routing(reel, root)
             made, lost = execute_specs(missing, root, executor=executor, workers=workers, advance=advance)
             runs.update(made)
             failed.update(lost)

@@ -19,7 +19,7 @@ FORMAT = 1
 EXPERTS, ALL = "routed_expert", "all"
 #: Entries that came after format 1, of a run and of a model, with the value that changes nothing: as long as they hold
 #: it they are left out of the id, so that runs made before keep theirs.
-ADDED_LATER: dict[str, Any] = {}
+ADDED_LATER: dict[str, Any] = {"routing": None}
 ADDED_TO_MODELS: dict[str, Any] = {}
 
 
@@ -28,8 +28,9 @@ class RunSpec:
     """The definition of one run. Its `id` names the folder of the run, so that equal runs are made once.
 
     `recipe` is an expression without lr; `lr` is its peak rate. `measured` says whose weight changes are measured
-    ("routed_expert" or "all"), `matched` is the id of the run whose sizes of weight change this one takes over. The
-    code's version is no part of it: that is provenance.
+    ("routed_expert" or "all"), `matched` is the id of the run whose sizes of weight change this one takes over, `routing`
+    that of the run whose recorded routing it trains on (None: its own). The code's version is no part of it: that is
+    provenance.
     """
 
     model: Mapping[str, Any]
@@ -52,6 +53,7 @@ class RunSpec:
     measured: str = EXPERTS
     matched: str | None = None
     format: int = FORMAT
+    routing: str | None = None
 
     @property
     def id(self) -> str:
@@ -71,6 +73,7 @@ class RunSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSpec:
         """The run that `to_dict` described."""
+        values = {**ADDED_LATER, **values}
         unknown_keys = set(values) ^ {f.name for f in fields(cls)}
         if unknown_keys:
             raise GradreelError(f"this is no definition of a run: {', '.join(sorted(unknown_keys))} lacking or unknown")
@@ -89,7 +92,14 @@ class RunSpec:
 
 
 def run_spec(
-    size: Size, recipe: str, lr: float, seed: int, *, measured: str = EXPERTS, matched: str | None = None
+    size: Size,
+    recipe: str,
+    lr: float,
+    seed: int,
+    *,
+    measured: str = EXPERTS,
+    matched: str | None = None,
+    routing: str | None = None,
 ) -> RunSpec:
     """The run of `recipe` at `lr` from `seed` in `size`, with no settings left to apply."""
     return RunSpec(
@@ -100,6 +110,7 @@ def run_spec(
         seed=seed,
         measured=measured,
         matched=matched,
+        routing=routing,
         **{name: getattr(size, name) for name in _SHARED},
     )
 
