@@ -19,5 +19,9 @@ ABLATION = Ablation(
         "adamw_skip": Arm("adamw(weight_decay=0.0, idle=skip)", "AdamW that neither moves nor forgets"),
         "sinkgd": Arm("sinkgd(alpha=1.0)", "has nothing to move on with"),
     },
-    sizes={"cpu": few_tokens(grid=(3e-4, 1e-3, 2e-3, 4e-3)), "gpu": on_gpu(), "paper": as_mesh()},
+    sizes={
+        "cpu": few_tokens(grid=(3e-4, 1e-3, 2e-3, 4e-3), grids={"mesh_as_zero": (1e-4, 3e-4, 1e-3, 2e-3)}),
+        "gpu": on_gpu(),
+        "paper": as_mesh(),
+    },
 )

@@ -9,6 +9,11 @@ _CPU = {
     "2_tokens": {"steps": 2000, "warmup": 100, "seeds": (0, 1, 2, 3, 4, 5)},
     "128_tokens": MANY_TOKENS,
 }
+_RATES = {
+    "sinkgd": (5e-4, 1e-3, 2e-3, 4e-3),
+    "mesh": (2.5e-4, 5e-4, 1e-3, 2e-3),
+    "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
+}
 _NANOWHALE = {
     "many_experts": {"model.config": {"n_routed_experts": 64, "num_experts_per_tok": 2}},
     "as_published": {},
@@ -28,7 +33,7 @@ ABLATION = Ablation(
         "adamw": Arm("adamw(weight_decay=0.0)", "two moments"),
     },
     sizes={
-        "cpu": few_tokens(settings=_CPU, grids={"sinkgd": (1e-3, 2e-3, 4e-3)}),
+        "cpu": few_tokens(settings=_CPU, grids=_RATES),
         "gpu": on_gpu(settings=_NANOWHALE),
         "paper": as_mesh(settings=_NANOWHALE),
     },
