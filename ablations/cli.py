@@ -39,7 +39,7 @@ def build_app() -> typer.Typer:
     """The whole command line. Registers verbs only; their work is imported when they run."""
     from ablations import cli_measure, cli_run, cli_simulate
     from toolkit import cli as toolkit_cli
-    from toolkit import cli_new, cli_plan
+    from toolkit import cli_new, cli_plan, cli_view
     from traces import cli as traces_cli
     from traces import cli_files
     from traces.console import example, new_app
@@ -56,6 +56,7 @@ def build_app() -> typer.Typer:
     cli_new.register(app)
     toolkit_cli.register(app)
     cli_plan.register(app)
+    cli_view.register(app)
     cli_plan.add_models("ablations.models.known")
     toolkit_cli.add_kind("presets", "ablations.presets", "PRESETS")
     toolkit_cli.add_kind("models", "ablations.models.known", "KNOWN")

@@ -29,9 +29,12 @@ FLOORS = {
     "toolkit.replay": 7,
     "toolkit.plots": 8,
     "toolkit.report": 8,
+    "toolkit.view.page": 8,
+    "toolkit.view": 9,
     "toolkit.cli": 10,
     "toolkit.cli_new": 10,
     "toolkit.cli_plan": 10,
+    "toolkit.cli_view": 10,
     "ablations": 9,
     "ablations.cli": 10,
     "ablations.cli_simulate": 10,
@@ -39,7 +42,7 @@ FLOORS = {
 #: Rooms of one floor that must not know each other.
 BLIND = {"toolkit.optim", "toolkit.metrics", "toolkit.memory"}
 #: What is drawn sees only the one table.
-FRAME_ONLY = {"toolkit.plots", "toolkit.report"}
+FRAME_ONLY = {"toolkit.plots", "toolkit.report", "toolkit.view.page"}
 #: Package doors that hand out names lazily.
 DOORS = {"traces", "toolkit", "ablations"}
 

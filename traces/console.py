@@ -78,12 +78,21 @@ def fail(message: object, code: int = USAGE) -> NoReturn:
 
 @contextmanager
 def progress_bar(
-    label: str, total: int | None, unit: str = "steps", *, wanted: bool | None = None
+    label: str,
+    total: int | None,
+    unit: str = "steps",
+    *,
+    wanted: bool | Callable[[int, int | None], None] | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """A bar on stderr with a rate and an estimate; yields `advance(count)`.
 
-    `wanted` None shows it only on a terminal, so that logs stay clean; False never does, True always.
+    `wanted` None shows it only on a terminal, so that logs stay clean; False never does, True always. A function is
+    called with each count and the total instead.
     """
+    if callable(wanted):
+        tell = wanted
+        yield lambda count: tell(count, total)
+        return
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield lambda count: None
         return

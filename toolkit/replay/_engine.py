@@ -68,7 +68,7 @@ def replay(
     params: Iterable[str] | None = None,
     steps: Any = None,
     out: str | Path | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[int, int | None], None] | None = None,
     seed: int = 0,
     device: str = "cpu",
     memory_bytes: int | str = MEMORY_BYTES,
@@ -89,6 +89,7 @@ def replay(
     `gaps`: what a recipe with state does where steps are missing: refuse (None), start anew ("bursts"), or go on as if
     nothing were missing ("ignore"). Weights always go on.
     `steps`: (first, last) or a list. `params`: names. `out`: parquet file of the Frame, else it is kept in memory.
+    `progress`: None shows a bar on a terminal, True always, False never; a function is called with (count, total).
     `memory_bytes` (a number, or "2GiB"): parameters are replayed in groups that fit; each tensor is still read once.
 
     `expect`: parameters (objects with `name` and `shape`, in order) that the trace must have been recorded from; a

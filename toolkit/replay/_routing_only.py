@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def measure_routing(
     per_expert: bool | Collection[str] = (),
     steps: Any = None,
     out: str | Path | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[int, int | None], None] | None = None,
     seed: int = 0,
 ) -> ReplayResult:
     """What `replay` does without a recipe: each layer's routing goes through the metrics, in step order.
