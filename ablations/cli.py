@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build_app() -> typer.Typer:
     """The whole command line. Registers verbs only; their work is imported when they run."""
-    from ablations import cli_measure, cli_run, cli_simulate
+    from ablations import cli_measure, cli_run, cli_simulate, cli_study
     from toolkit import cli as toolkit_cli
     from toolkit import cli_new, cli_plan, cli_view
     from traces import cli as traces_cli
@@ -50,6 +50,7 @@ def build_app() -> typer.Typer:
     app.command(epilog=example("gradreel record run.trace -- python train.py --steps 100"))(record)
     cli_run.register(app)
     cli_simulate.register(app)
+    cli_study.register(app)
     cli_measure.register(app)
     traces_cli.register(app)
     cli_files.register(app)

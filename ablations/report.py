@@ -57,10 +57,12 @@ def write_reports(folder: str | Path) -> Written:
     frame = read_frame(root / "frame.parquet")
     page, text = root / "report.html", root / "report.md"
     from ablations.runner._store import write_aside
+    from ablations.study._agreement import REPLAY_FILE
 
     try:
-        write_aside(text, as_markdown(frame, provenance))
-        write_aside(page, as_html(frame, provenance))
+        replayed = read_frame(root / REPLAY_FILE) if (root / REPLAY_FILE).is_file() else None
+        write_aside(text, as_markdown(frame, provenance, replayed))
+        write_aside(page, as_html(frame, provenance, replayed))
     except OSError as error:
         raise GradreelError(f"cannot write the report into {str(root)!r}: {error.strerror or error}") from None
     return Written(page, text, headline(provenance))
@@ -91,11 +93,11 @@ def headline(provenance: Mapping[str, Any]) -> str:
     return f"Against {provenance['baseline']}, {where}, {seeds} seeds: {'; '.join(parts)}."
 
 
-def as_markdown(frame: pl.DataFrame, provenance: Mapping[str, Any]) -> str:
-    """The report as Markdown, without figures."""
+def as_markdown(frame: pl.DataFrame, provenance: Mapping[str, Any], replayed: pl.DataFrame | None = None) -> str:
+    """The report as Markdown, without figures; `replayed` is what `gradreel study` found for these results."""
     lines = [f"# {provenance['preset']}", "", provenance["question"], "", f"**{headline(provenance)}**", ""]
     lines += [f"Rule: {provenance['decides']}", ""]
-    for title, says, header, rows in tables(provenance):
+    for title, says, header, rows in [*tables(provenance), *_replay_tables(replayed)]:
         lines += [f"## {title}", "", says, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     notes = provenance.get("notes") or []
@@ -105,7 +107,7 @@ def as_markdown(frame: pl.DataFrame, provenance: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_html(frame: pl.DataFrame, provenance: Mapping[str, Any]) -> str:
+def as_html(frame: pl.DataFrame, provenance: Mapping[str, Any], replayed: pl.DataFrame | None = None) -> str:
     """The report as one page that needs nothing else."""
     import jinja2
 
@@ -113,6 +115,9 @@ def as_html(frame: pl.DataFrame, provenance: Mapping[str, Any]) -> str:
 
     drawn, missing = draw_all(frame, about="training")
     drawn.sort(key=lambda figure: _FIGURES.index(figure["name"]) if figure["name"] in _FIGURES else len(_FIGURES))
+    if replayed is not None:
+        more, lacking = draw_all(replayed, about="agreement")
+        drawn, missing = [*drawn, *more], [*missing, *lacking]
     import toolkit.report
 
     environment = jinja2.Environment(
@@ -127,7 +132,7 @@ def as_html(frame: pl.DataFrame, provenance: Mapping[str, Any]) -> str:
         question=provenance["question"],
         decides=provenance["decides"],
         headline=headline(provenance),
-        tables=tables(provenance),
+        tables=[*tables(provenance), *_replay_tables(replayed)],
         figures=drawn,
         missing=missing,
         notes=list(provenance.get("notes") or []),
@@ -157,6 +162,15 @@ def tables(provenance: Mapping[str, Any]) -> list[Table]:
         says = "Final validation loss on the tuning seeds, by the experts' peak lr."
         found.append(("The lr grid", says, ("arm", "losses [nats]", "best lr"), rows))
     return found
+
+
+def _replay_tables(replayed: pl.DataFrame | None) -> list[Table]:
+    """Replay against closed loop, where the baseline's reel was replayed."""
+    if replayed is None:
+        return []
+    from ablations.study._agreement import agreement_tables
+
+    return list(agreement_tables(replayed))
 
 
 def facts(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:

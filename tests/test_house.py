@@ -38,6 +38,7 @@ FLOORS = {
     "ablations": 9,
     "ablations.cli": 10,
     "ablations.cli_simulate": 10,
+    "ablations.cli_study": 10,
 }
 #: Rooms of one floor that must not know each other.
 BLIND = {"toolkit.optim", "toolkit.metrics", "toolkit.memory"}

@@ -28,9 +28,9 @@ class RunSpec:
     """The definition of one run. Its `id` names the folder of the run, so that equal runs are made once.
 
     `recipe` is an expression without lr; `lr` is its peak rate. `measured` says whose weight changes are measured
-    ("routed_expert" or "all"), `matched` is the id of the run whose sizes of weight change this one takes over, `routing`
-    that of the run whose recorded routing it trains on (None: its own). The code's version is no part of it: that is
-    provenance.
+    ("routed_expert" or "all"), `matched` is the id of the run whose sizes of weight change this one takes over,
+    `routing` that of the run whose recorded routing it trains on (None: its own). The code's version is no part of it:
+    that is provenance.
     """
 
     model: Mapping[str, Any]

@@ -114,7 +114,27 @@ def made_up_frame(
             for end, factor in (("", 1.1), ("_low", low), ("_high", high)):
                 ratio = {"metric": f"risk_ratio_tuned{end}", "value": factor / (tokens + activity) * scale}
                 rows.append({**world, **ratio, "arm": arm, "recipe": arm, "role": "routed_expert"})
+    rows.extend(_studied(recipes or RECIPES, experts, layers, scale))
     return as_frame(rows)
+
+
+def _studied(recipes: Iterable[str], experts: int, layers: int, scale: float) -> Iterator[dict[str, Any]]:
+    """Rows of a study: experts by predicted harm, conditions against outcomes, measures against losses."""
+    ends = (("", 0.0), ("_low", -0.1), ("_high", 0.1))
+    for layer, expert in itertools.product(range(layers), range(experts)):
+        for end, shift in ends:
+            place = {"role": "routed_expert", "layer": layer, "expert": expert, "unit": "1"}
+            yield {**place, "metric": f"predicted_harm{end}", "value": (expert / experts + shift) * scale}
+    for source, number in itertools.product(("presets", "simulations"), range(4)):
+        at = {"run": f"condition-{number}", "arm": source, "unit": "nats"}
+        yield {**at, "metric": "condition_harm", "value": number / 4 * scale}
+        for end, shift in ends:
+            yield {**at, "metric": f"condition_gap{end}", "value": (0.1 * number + shift) * scale}
+        yield {**at, "run": None, "param": "condition_harm", "metric": "condition_rho", "value": 0.8 * scale}
+    for way, measure in itertools.product(("shared", "tuned"), ("update_cos", "update_rms")):
+        for end, shift in ends:
+            at = {"run": way, "param": measure, "unit": "1"}
+            yield {**at, "metric": f"open_closed_rho{end}", "value": (0.4 + 3 * shift) * scale}
 
 
 def as_frame(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
