@@ -229,7 +229,7 @@ class FrameSource:
         recorded = provenance.get("trace")
         of = recorded.get("id") if isinstance(recorded, dict) else None
         known = f"Trace {of}. " if of else ""
-        closed = self._frame["metric"].is_in(["loss", "valid_loss"]).any()
+        closed = self._frame.filter(pl.col("metric") == "loss")["arm"].is_not_null().any()
         self.caption = f"{known}{'Training runs: means over seeds' if closed else OPEN_LOOP_NOTE}."
         if self._frame.is_empty():
             raise GradreelError(f"{title}: no row of the frame has a step; there is nothing to show over time")

@@ -12,7 +12,7 @@ from toolkit.view.page._content import Content
 from toolkit.view.page._jobs import Jobs
 
 _POLL_MS = 500
-_GRAPH = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+_GRAPH = {"displaylogo": False, "displayModeBar": False}
 
 
 def build(content: Content, prefix: str) -> Dash:
@@ -158,8 +158,6 @@ def _curve_callbacks(app: Dash, content: Content, jobs: Jobs) -> None:
         expert: int | None, param: str | None, _: int, clicks: int, recipes: list[str] | None, word: str, place: int
     ) -> tuple[go.Figure, list[str], str | None, bool]:
         layer = _layer(word)
-        if expert is not None:
-            jobs.want_gradients(layer)
         if ctx.triggered_id == "compute" and clicks:
             jobs.want_updates(layer, recipes or [])
         params = content.params(layer)
@@ -167,7 +165,7 @@ def _curve_callbacks(app: Dash, content: Content, jobs: Jobs) -> None:
         figure = figures.curves(
             content.rows(layer), content.load(layer), expert=expert, param=chosen, step=_step(content, layer, place)
         )
-        return figure, params, chosen, not jobs.busy
+        return figure, params, chosen, not (jobs.busy or jobs.lacks_gradients(layer))
 
     @app.callback(
         Output("note", "children"),
@@ -175,9 +173,14 @@ def _curve_callbacks(app: Dash, content: Content, jobs: Jobs) -> None:
         Output("poll", "disabled", allow_duplicate=True),
         Input("poll", "n_intervals"),
         State("computed", "data"),
+        State("layer", "value"),
         prevent_initial_call=True,
     )
-    def poll(_: int, seen: int) -> tuple[str, Any, bool]:
+    def poll(count: int, seen: int, word: str) -> tuple[str, Any, bool]:
+        if count > 1:  # the first look comes first
+            jobs.want_gradients(_layer(word))
+        elif jobs.lacks_gradients(_layer(word)):
+            return jobs.note, no_update, False
         done, busy = jobs.finished, jobs.busy
         return jobs.note, done if done != seen else no_update, not busy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from toolkit.plots._theme import GRID, INK, RECORDED, SOFT, recipe_order, recipe_styles
+from toolkit.plots._theme import GRID, INK, RECORDED, ROLE_COLOURS, SOFT, recipe_order, recipe_styles
 from toolkit.view.page._content import GRADIENT, LOAD, UPDATE, Load, pooled
 
 #: The largest heatmap that is sent: more columns or rows than a screen has pixels show nothing more.
@@ -18,7 +18,7 @@ MAX_COLUMNS, MAX_ROWS = 600, 512
 _SPAN = 2.0  # a quarter to four times the uniform load, as in the report's heatmap
 _IDLE = -2.25
 _MAP = ("#3b1d6e", "#6c579f", "#a79fca", "#dcdcea", "#f7f1e8", "#fbd9a5", "#efa13f", "#c0690d", "#8a4307")
-PICKED = "#d55e00"
+PICKED = ROLE_COLOURS["routed_expert"]  # no recipe has it
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _TITLES = {
     LOAD: "load [share of slots]",
@@ -156,17 +156,18 @@ def curves(rows: pl.DataFrame, load: Load, *, expert: int | None, param: str | N
     names = recipe_order({series for _, lines in panels for series, _, _ in lines})
     styles, seen = recipe_styles(names), set()
     for place, (metric, lines) in enumerate(panels, start=1):
-        for name, x, y in sorted(lines, key=lambda line: names.index(line[0])):
+        log = metric in _LOG and _is_wide(v for _, _, y in lines for v in y)
+        for name, x, values in sorted(lines, key=lambda line: names.index(line[0])):
             style = styles[name]
+            y = [v if v else None for v in values] if log else values  # a zero, of an idle expert, has no logarithm
+            mode = "lines+markers" if len(x) <= 250 else "lines"  # a value between two gaps has no line
             dash = _DASHES[("o", "s", "^", "D", "v").index(style.marker)]
             colour = PICKED if name == RECORDED else style.colour
             legend = {"name": name, "legendgroup": name, "showlegend": name not in seen}
             line = {"color": colour, "width": 1.4, "dash": dash}
-            figure.add_scatter(x=x, y=y, mode="lines", line=line, row=place, col=1, **legend)
+            figure.add_scatter(x=x, y=y, mode=mode, marker={"size": 3}, line=line, row=place, col=1, **legend)
             seen.add(name)
-            if sum(v is not None for v in y) < 3:
-                figure.data[-1].mode = "markers"
-        if metric in _LOG and any(v for _, _, y in lines for v in y if v):
+        if log:
             figure.update_yaxes(type="log", exponentformat="power", dtick=1, row=place, col=1)
     figure.update_layout(**_LAYOUT)
     figure.update_annotations(font={"size": 12, "color": INK}, xanchor="left", x=0)
@@ -174,13 +175,18 @@ def curves(rows: pl.DataFrame, load: Load, *, expert: int | None, param: str | N
     figure.update_xaxes(title="step", row=len(panels), col=1)
     figure.update_yaxes(gridcolor=GRID, zeroline=False, nticks=4)
     what = "The run" if expert is None else f"Expert {expert}" + (f", {param}" if param else "")
-    legend = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "yref": "container", "xref": "paper"}
-    legend |= {"yanchor": "top", "y": 1 - 32 / (140 * len(panels) + 120)}
-    figure.update_layout(
-        title=_title(what), height=140 * len(panels) + 120, legend=legend, margin={"t": 90}, uirevision="curves"
-    )
+    top = 44 + 24 * -(-sum(8 * len(name) + 56 for name in names) // 420)  # pixels, with the legend's rows
+    height = 140 * len(panels) + top + 40
+    legend = {"orientation": "h", "x": 0, "y": 1 - 28 / height, "yanchor": "top", "yref": "container"}
+    figure.update_layout(title=_title(what), height=height, legend=legend, margin={"t": top}, uirevision="curves")
     figure.update_layout(shapes=curve_shapes(len(panels), step))
     return figure
+
+
+def _is_wide(values: Iterable[float | None]) -> bool:
+    """Whether the positive values span more than 1.5 decades."""
+    positive = [v for v in values if v is not None and v > 0]
+    return bool(positive) and max(positive) > 10**1.5 * min(positive)
 
 
 def curve_shapes(panels: int, step: int | None) -> list[dict[str, Any]]:

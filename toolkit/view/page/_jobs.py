@@ -31,9 +31,15 @@ class Jobs:
         """Whether something is being computed or waits."""
         return self._waiting > 0
 
+    def lacks_gradients(self, layer: int | None) -> bool:
+        """Whether the gradient measures of a layer are not there, can be computed, and were not asked for."""
+        if not self._content.source.recipes or (layer, ()) in self._asked:
+            return False
+        return not all(self._content.has(layer, metric) for metric in GRADIENT)
+
     def want_gradients(self, layer: int | None) -> None:
         """Compute the gradient measures of a layer, unless they are there."""
-        if self._content.source.recipes and not all(self._content.has(layer, metric) for metric in GRADIENT):
+        if self.lacks_gradients(layer):
             self._put(layer, ())
 
     def want_updates(self, layer: int | None, recipes: Sequence[str]) -> None:
