@@ -11,6 +11,11 @@ ABLATION = Ablation(
         "rate; the lr grid also shows which policy forgives a rate that is too high."
     ),
     baseline="mesh_as_zero",
+    found=(
+        "3 seeds: nothing is decided at best rates; skipping leads by 0.013 [-0.006, 0.031] nats. It is seed 0 "
+        "alone that shows how as_zero meets a rate of 2e-3: 2.559 nats, against 2.369 where idle experts are "
+        "skipped."
+    ),
     arms={
         "mesh_as_zero": Arm("mesh(idle=as_zero)", "moves on at full size"),
         "mesh_skip": Arm("mesh(idle=skip)", "neither moves nor forgets"),

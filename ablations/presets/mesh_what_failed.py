@@ -7,7 +7,8 @@ from ablations.presets._sizes import as_mesh, few_tokens, on_gpu
 _GRIDS = {
     **dict.fromkeys(("sinkgd", "sign_only", "one_sweep"), (1e-3, 2e-3, 4e-3)),
     "smaller_steps": (2e-3, 4e-3, 8e-3),
-    **dict.fromkeys(("mesh_as_zero", "adamw"), (2.5e-4, 5e-4, 1e-3)),
+    "mesh_as_zero": (1e-4, 2.5e-4, 5e-4, 1e-3),
+    "adamw": (2.5e-4, 5e-4, 1e-3),
     "normalise_first": (3e-4, 1e-3, 3e-3),
 }
 
@@ -22,6 +23,12 @@ ABLATION = Ablation(
         "smaller_steps, regrouped and one_sweep is; a difference at the shared rate alone is one of effective rate."
     ),
     baseline="sinkgd",
+    found=(
+        "1200 steps, 3 seeds: at the shared rate mesh is better than sinkgd by 0.020 [0.010, 0.031] nats, and "
+        "nothing else is: not signs, smaller steps, regrouping, one sweep or smoothing after normalisation. At each "
+        "arm's own best rate nothing is decided; mesh leads by 0.009 [-0.024, 0.042]. scale_tokens_per_expert, with "
+        "longer runs and more seeds, decides that comparison."
+    ),
     arms={
         "sinkgd": Arm("sinkgd(alpha=1.0)", "stateless Sinkhorn, five sweeps"),
         "sign_only": Arm("sinkgd(alpha=1.0)+sign_only", "the gradient's signs"),

@@ -18,6 +18,12 @@ ABLATION = Ablation(
         "rate and with matched sizes; sinkgd has no momentum at all."
     ),
     baseline="momentum_last",
+    found=(
+        "3 seeds: momentum before normalisation is better than behind it by 0.021 [0.006, 0.036] nats, each at its "
+        "own best rate, and with a beta of 0.97 by 0.014 [0.009, 0.019]; with matched sizes of weight change they "
+        "are equal (0.001 [-0.005, 0.007]). So in this regime the order acts through the size of the steps that it "
+        "allows."
+    ),
     arms={
         "momentum_last": Arm("mesh+normalise_first", "Sinkhorn, then momentum of 0.9"),
         "momentum_first": Arm("mesh", "momentum of 0.9, then Sinkhorn"),
