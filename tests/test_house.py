@@ -29,6 +29,7 @@ FLOORS = {
     "toolkit.replay": 7,
     "toolkit.plots": 8,
     "toolkit.report": 8,
+    "toolkit.frame_export": 8,
     "toolkit.view.page": 8,
     "toolkit.view": 9,
     "toolkit.cli": 10,
@@ -43,7 +44,7 @@ FLOORS = {
 #: Rooms of one floor that must not know each other.
 BLIND = {"toolkit.optim", "toolkit.metrics", "toolkit.memory"}
 #: What is drawn sees only the one table.
-FRAME_ONLY = {"toolkit.plots", "toolkit.report", "toolkit.view.page"}
+FRAME_ONLY = {"toolkit.plots", "toolkit.report", "toolkit.view.page", "toolkit.frame_export"}
 #: Package doors that hand out names lazily.
 DOORS = {"traces", "toolkit", "ablations"}
 

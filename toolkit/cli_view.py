@@ -1,4 +1,4 @@
-"""The verb that shows a trace or a run in a browser; the work is imported when it runs."""
+"""The verb that shows a trace or a run in a browser, and the export of frames; the work is imported when it runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,40 @@ from typing import Annotated
 
 import typer
 
-from traces._store import as_place
+from traces._store import StorePath, as_place
 from traces.console import example
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to a command-line application."""
     app.command(epilog=example("gradreel view runs/demo"))(view)
+    from traces import cli_files
+
+    if (_is_frame, _export) not in cli_files.EXPORTS:
+        cli_files.EXPORTS.append((_is_frame, _export))
+
+
+def _is_frame(source: Path) -> bool:
+    """Whether `source` is a parquet file, or a folder with a frame."""
+    if isinstance(source, StorePath):
+        return False
+    return (source / "frame.parquet").is_file() or (source.suffix == ".parquet" and not source.is_dir())
+
+
+def _export(source: Path, target: str, kind: str | None) -> None:
+    """Write a frame as files of another tool, and say what was written."""
+    from toolkit.frame import read_frame, read_provenance
+    from toolkit.frame_export import KINDS, export_frame
+    from traces.console import out
+    from traces.errors import GradreelError
+
+    chosen = kind or ("parquet" if target.lower().endswith(".parquet") else None)
+    if chosen is None:
+        raise GradreelError(f"say what to write: --to {', --to '.join(KINDS)}")
+    file = source / "frame.parquet" if source.is_dir() else source
+    done = export_frame(read_frame(file), target, chosen, provenance=read_provenance(file))
+    left = f"; {done.left_out} rows per expert left out, csv and parquet keep them" if done.left_out else ""
+    out().print(f"{done.place}: {done.rows} rows{left}", markup=False, soft_wrap=True)
 
 
 def view(

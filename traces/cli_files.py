@@ -5,6 +5,8 @@ Errors come out as they are; `traces.console.run` makes one line and an exit cod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,7 +62,11 @@ def export(
     target: OutPath,
     to: Annotated[
         str | None,
-        typer.Option(metavar="KIND", help="csv, megatron (routing), or safetensors; default: csv for NAME.csv."),
+        typer.Option(
+            metavar="KIND",
+            help="Of a trace: csv, megatron (routing), safetensors. Of a frame: csv, parquet, tensorboard, wandb. "
+            "Default: csv for NAME.csv.",
+        ),
     ] = None,
     stream: Annotated[
         str, typer.Option(help="For safetensors: gradient, weight, grad_buffer, state.SLOT.")
@@ -68,14 +74,20 @@ def export(
     steps: Steps = ":",
     params: Params = "*",
 ) -> None:
-    """Write a trace's routing as a log of other tools, or its tensors as one plain safetensors file per step."""
+    """Write a trace's routing or tensors, or the frame of a replay or run, as files of other tools."""
     from traces import open_trace
     from traces.errors import GradreelError, unknown
     from traces.interchange import export_routing, export_tensors
     from traces.slicing import between, steps_between
 
-    opened, ends = open_trace(trace), steps_between(steps)
     kind = to or ("csv" if target.lower().endswith(".csv") else None)
+    for is_mine, write in EXPORTS:
+        if is_mine(trace):
+            if (stream, steps, params) != ("gradient", ":", "*"):
+                raise GradreelError("--stream, --steps and --params choose from a trace; this is a frame")
+            write(trace, target, kind)
+            return
+    opened, ends = open_trace(trace), steps_between(steps)
     if kind is None:
         raise GradreelError("say what to write: --to csv, --to megatron or --to safetensors")
     if kind not in ("csv", "megatron", "safetensors"):
@@ -93,6 +105,10 @@ def export(
     with progress_bar("export", len(chosen)) as advance:
         place = export_routing(opened, target, kind=kind, steps=chosen, progress=advance)
     out().print(f"{place}: routing of {len(chosen)} steps", markup=False, soft_wrap=True)
+
+
+#: Exports of floors above: whether a source is theirs, and what writes it to a target as a kind of file.
+EXPORTS: list[tuple[Callable[[Path], bool], Callable[[Path, str, str | None], None]]] = []
 
 
 def slice_(

@@ -21,6 +21,7 @@ def build(content: Content, prefix: str) -> Dash:
         __name__,
         url_base_pathname=prefix,
         serve_locally=True,
+        eager_loading=True,  # from this machine the drawing library costs least when it is asked for first
         title=content.source.title,
         update_title=None,
         assets_folder="assets",
