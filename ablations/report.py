@@ -170,7 +170,7 @@ def _replay_tables(replayed: pl.DataFrame | None) -> list[Table]:
         return []
     from ablations.study._agreement import agreement_tables
 
-    return list(agreement_tables(replayed))
+    return agreement_tables(replayed)
 
 
 def facts(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:

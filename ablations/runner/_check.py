@@ -107,7 +107,11 @@ def check(
 
 
 def adopt(preset: str, size: str, results: Path, *, report: str) -> Path:
-    """Keep the results in the folder `results` as the reference: few rows of its frame, its provenance, its report."""
+    """Keep the results in the folder `results` as the reference: few rows of its frame, its provenance, its report.
+
+    What `gradreel study` found for them is kept as well.
+    """
+    from ablations.study._agreement import REPLAY_FILE
     from toolkit.frame import read_frame, write_frame
 
     frame = read_frame(results / FRAME_FILE)
@@ -125,6 +129,8 @@ def adopt(preset: str, size: str, results: Path, *, report: str) -> Path:
     write_frame(folder / FRAME_FILE, kept)
     write_aside(folder / PROVENANCE_FILE, json.dumps(provenance, indent=1) + "\n")
     write_aside(folder / REPORT_FILE, report)
+    if (results / REPLAY_FILE).is_file():
+        shutil.copyfile(results / REPLAY_FILE, folder / REPLAY_FILE)
     return folder
 
 

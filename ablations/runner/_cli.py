@@ -156,6 +156,7 @@ def adopt_results(preset: str, size: str, folder: Path) -> None:
     from ablations.report import as_markdown
     from ablations.runner._check import adopt
     from ablations.runner._results import FRAME_FILE, PROVENANCE_FILE
+    from ablations.study._agreement import REPLAY_FILE
     from toolkit.frame import read_frame
 
     try:
@@ -164,6 +165,7 @@ def adopt_results(preset: str, size: str, folder: Path) -> None:
         raise GradreelError(
             f"{str(folder)!r} holds no results of an experiment; give the folder that `run` filled"
         ) from None
-    report = as_markdown(read_frame(folder / FRAME_FILE), provenance)
+    replayed = read_frame(folder / REPLAY_FILE) if (folder / REPLAY_FILE).is_file() else None
+    report = as_markdown(read_frame(folder / FRAME_FILE), provenance, replayed)
     console = out()
     console.print(f"Reference: {adopt(preset, size, folder, report=report)}", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ Replay is open-loop: it compares updates, not losses. Here the two stand side by
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from toolkit.frame import OPEN_LOOP_NOTE, FrameWriter, write_frame
 from traces.console import say
 from traces.errors import GradreelError
 
+Table = tuple[str, str, Sequence[str], list[Sequence[str]]]
 REPLAY_FILE = "replay.parquet"
 #: Measures of the update that a replay can take, with the lag at which they are compared.
 MEASURES: dict[str, int | None] = {
@@ -225,11 +226,11 @@ def agreement_rows(agreed: list[Agreed]) -> list[dict[str, Any]]:
     return rows
 
 
-def agreement_tables(frame: pl.DataFrame) -> list[tuple[str, str, list[str], list[list[str]]]]:
+def agreement_tables(frame: pl.DataFrame) -> list[Table]:
     """What replay.parquet says, as tables of a report: correlations first, then each arm's measures."""
     rows = frame.filter(pl.col("metric") == RHO)
     cells = {(r["metric"], r["run"], r["arm"], r["param"]): r["value"] for r in frame.iter_rows(named=True)}
-    lines = []
+    lines: list[Sequence[str]] = []
     for row in rows.iter_rows(named=True):
         key = (row["run"], row["arm"], row["param"])
         low, high, p = (cells.get((name, *key)) for name in (f"{RHO}_low", f"{RHO}_high", "open_closed_p"))
@@ -243,11 +244,13 @@ def agreement_tables(frame: pl.DataFrame) -> list[tuple[str, str, list[str], lis
         f"that arms with more of it ended higher. There are at most {most} arms, so a correlation must be large to "
         "say anything; p is not corrected for the number of measures."
     )
-    found_tables = [("Replay against closed loop", says, ["measure", "compared", "rank correlation", "agreed"], lines)]
+    found_tables: list[Table] = [
+        ("Replay against closed loop", says, ["measure", "compared", "rank correlation", "agreed"], lines)
+    ]
     open_rows = frame.filter(pl.col("metric").str.starts_with("open."))
     names = sorted(open_rows["metric"].unique().to_list())
     by_arm = {(r["arm"], r["metric"]): r["value"] for r in open_rows.iter_rows(named=True)}
-    table = []
+    table: list[Sequence[str]] = []
     for arm in open_rows["arm"].unique(maintain_order=True).to_list():
         table.append([arm, *("-" if (v := by_arm.get((arm, n))) is None else f"{v:.3g}" for n in names)])
     header = ["arm", *(name.removeprefix("open.").replace("_", " ") for name in names)]

@@ -187,14 +187,16 @@ def _of_simulation(folder: Path, about: dict[str, Any]) -> list[Condition]:
         ratios = [cells.get((world, f"risk_ratio_tuned{end}", smoothed)) for end in ("", "_low", "_high")]
         rank = cells.get((world, "stable_rank", about["baseline"]))
         sides = [cells.get((world, f"world.{name}", None)) for name in ("rows", "columns")]
-        if any(r is None or r <= 0 for r in ratios) or None in sides:
+        sound = [r for r in ratios if r is not None and r > 0]
+        lengths = [s for s in sides if s is not None]
+        if len(sound) < len(ratios) or len(lengths) < len(sides):
             continue
         components = {name: cells.get((world, metric, None)) for name, metric in _OF_WORLDS.items()}
-        components["stable_rank_share"] = None if rank is None else rank / min(sides)
+        components["stable_rank_share"] = None if rank is None else rank / min(lengths)
         idle = components.pop("idle_run_length")
         components["idle_run_length"] = None if idle is None else 1 - idle
         known = {name: float(v) for name, v in components.items() if v is not None}
-        gap, low, high = (float(np.log(r)) for r in ratios)
+        gap, low, high = (float(np.log(r)) for r in sound)
         found.append(Condition("simulations", f"{about['simulation']} {world}", "log ratio", known, gap, low, high))
     return found
 
@@ -220,11 +222,11 @@ def _rows(source: str, mine: list[Condition], correlations: dict[tuple[str, str]
         )
     for (of, name), found in correlations.items():
         if of == source:
-            where = {"arm": source, "param": name, "support": found.n, "unit": "1"}
+            at: dict[str, Any] = {"arm": source, "param": name, "support": found.n, "unit": "1"}
             flag = "undefined" if found.rho is None else ""
-            rows.append({**where, "metric": RHO, "value": found.rho, "flag": flag})
-            ends = (("low", found.low), ("high", found.high), ("p", found.p))
-            rows.extend({**where, "metric": f"{RHO}_{end}", "value": v} for end, v in ends if v is not None)
+            rows.append({**at, "metric": RHO, "value": found.rho, "flag": flag})
+            known = (("low", found.low), ("high", found.high), ("p", found.p))
+            rows.extend({**at, "metric": f"{RHO}_{end}", "value": v} for end, v in known if v is not None)
     return rows
 
 
