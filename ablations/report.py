@@ -89,8 +89,8 @@ def headline(provenance: Mapping[str, Any]) -> str:
         "shared": "all at one lr",
         "matched": "with equal sizes of weight change",
     }[way]
-    seeds = max((len(v["seeds"]) for v in found), default=0)
-    return f"Against {provenance['baseline']}, {where}, {seeds} seeds: {'; '.join(parts)}."
+    seeds = " to ".join(str(count) for count in sorted({len(v["seeds"]) for v in found}))
+    return f"Against {provenance['baseline']}, {where}, {seeds or 0} seeds: {'; '.join(parts)}."
 
 
 def as_markdown(frame: pl.DataFrame, provenance: Mapping[str, Any], replayed: pl.DataFrame | None = None) -> str:
@@ -150,8 +150,7 @@ def tables(provenance: Mapping[str, Any]) -> list[Table]:
     for way in ("shared", "tuned", "matched"):
         rows = [_row(v) for v in provenance["verdicts"] if v["way"] == way]
         if rows:
-            baseline = next(v for v in provenance["verdicts"] if v["way"] == way)["baseline_lr"]
-            says = f"{_SAYS[way]} Baseline {provenance['baseline']}" + (f" at lr {baseline:g}." if baseline else ".")
+            says = f"{_SAYS[way]} Baseline {provenance['baseline']}{_baseline_rates(provenance, way)}."
             found.append((WAY_TITLES[way], says, header, rows))
     tuning = provenance.get("tuning") or {}
     if tuning:
@@ -188,6 +187,7 @@ def facts(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
             else str(provenance["runs"]),
         ),
         ("steps", f"{size['steps']} of {size['accumulation']} x {size['batch']} x {size['length']} tokens"),
+        *([("settings, by what they change", _settings(size))] if _settings(size) else []),
         ("seeds", ", ".join(map(str, size["seeds"])) + f"; lr chosen on {', '.join(map(str, size['tuning_seeds']))}"),
         ("model", ", ".join(f"{k} {v}" for k, v in size["model"].items() if not isinstance(v, (dict, list)))),
         ("data", ", ".join(f"{k} {v}" for k, v in data.items())),
@@ -196,6 +196,24 @@ def facts(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("commit", ", ".join(sorted({str(m.get("commit")) for m in made}))),
         ("training time", f"{provenance['run_seconds'] / 60:.0f} minutes over all runs, one thread each"),
     ]
+
+
+def _baseline_rates(provenance: Mapping[str, Any], way: str) -> str:
+    """`` at lr ...``, by setting where settings differ in it."""
+    rates = {v["setting"]: v["baseline_lr"] for v in provenance["verdicts"] if v["way"] == way and v["baseline_lr"]}
+    if not rates:
+        return ""
+    if len(set(rates.values())) == 1:
+        return f" at lr {next(iter(rates.values())):g}"
+    return " at lr " + ", ".join(f"{rate:g} ({setting})" for setting, rate in rates.items())
+
+
+def _settings(size: Mapping[str, Any]) -> str:
+    """What each setting changes, in words."""
+    told = (
+        f"{name}: {', '.join(f'{k} {v}' for k, v in changes.items())}" for name, changes in size["settings"].items()
+    )
+    return "; ".join(text for text in told if not text.startswith(": "))
 
 
 def _row(v: Mapping[str, Any]) -> Sequence[str]:
