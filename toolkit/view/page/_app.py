@@ -15,18 +15,16 @@ _POLL_MS = 500
 _GRAPH = {"displaylogo": False, "displayModeBar": False}
 
 
-def build(content: Content, prefix: str) -> Dash:
-    """The app for `content`, served below `prefix` (which begins and ends with a slash)."""
+def build(content: Content, jobs: Jobs, prefix: str) -> Dash:
+    """The app for `content`, whose long work `jobs` does, served below `prefix` (between two slashes)."""
     app = Dash(
         __name__,
         url_base_pathname=prefix,
         serve_locally=True,
-        eager_loading=True,  # from this machine the drawing library costs least when it is asked for first
         title=content.source.title,
         update_title=None,
         assets_folder="assets",
     )
-    jobs = Jobs(content)
     app.layout = _layout(content)
     _heat_callbacks(app, content)
     _curve_callbacks(app, content, jobs)

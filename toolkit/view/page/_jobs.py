@@ -13,6 +13,10 @@ from toolkit.view.page._content import GRADIENT, UPDATE, Content
 from traces.errors import GradreelError
 
 
+class _Stopped(Exception):
+    """The page is closed; the result is not wanted any more."""
+
+
 class Jobs:
     """One job at a time, in the order asked for; what was asked for already is not done again."""
 
@@ -23,6 +27,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._waiting = 0
         self._thread: threading.Thread | None = None
+        self._stopping = False
         self.finished = 0
         self.note = ""
 
@@ -59,10 +64,22 @@ class Jobs:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="gradreel view")
                 self._thread.start()
 
+    def stop(self) -> None:
+        """End the work at the next tensor and wait for that: a library must not compute while Python shuts down."""
+        self._stopping = True
+        if self._thread is not None:
+            self._queue.put((None, ()))
+            self._thread.join(timeout=60)
+
     def _work(self) -> None:
-        while True:
+        while not self._stopping:
             layer, recipes = self._queue.get()
-            self.note = self._do(layer, recipes)
+            if self._stopping:
+                return
+            try:
+                self.note = self._do(layer, recipes)
+            except _Stopped:
+                return
             with self._lock:
                 self._waiting -= 1
                 self.finished += 1
@@ -73,6 +90,8 @@ class Jobs:
 
         def progress(count: int, total: int | None) -> None:
             nonlocal done
+            if self._stopping:
+                raise _Stopped
             done += count
             share = f"{done / total:.0%}, " if total else ""
             self.note = f"Computing {what}: {share}{time.monotonic() - began:.0f} s"
@@ -84,6 +103,8 @@ class Jobs:
             self._content.add(layer, rows.filter(pl.col("expert").is_not_null()))
         except GradreelError as error:
             return f"Not computed, {what}: {error}"
+        except _Stopped:
+            raise
         except Exception as error:
             return f"Not computed, {what}: {type(error).__name__}: {error}"
         return f"Computed {what} in {time.monotonic() - began:.1f} s" if rows.height else ""

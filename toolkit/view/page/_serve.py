@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from toolkit.view.page._content import Content
+from toolkit.view.page._jobs import Jobs
 from traces.errors import GradreelError
 
 HOST = "127.0.0.1"
@@ -42,7 +43,8 @@ class Server:
         self.port = self._socket.getsockname()[1]
         prefix = f"/{secrets.token_urlsafe(12)}/"
         self.url = f"http://{HOST}:{self.port}{prefix}"
-        self.app = build(content, prefix)
+        self._jobs = Jobs(content)
+        self.app = build(content, self._jobs, prefix)
         _guard(self.app.server, self.port)
         self._server = make_server(
             HOST, self.port, self.app.server, threaded=True, request_handler=Silent, fd=self._socket.fileno()
@@ -68,6 +70,7 @@ class Server:
             self._server.shutdown()
         self._server.server_close()
         self._socket.close()
+        self._jobs.stop()
 
 
 def _bound(port: int) -> socket.socket:
