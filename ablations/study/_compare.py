@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ _OF_WORLDS = {"tokens_per_expert": "world.tokens_over_min_side", "idle_run_lengt
 SOURCES = ("presets", "simulations")
 _CAVEAT = {
     "presets": (
-        "Settings of experiments. Those with the same model, data and tokens are one regime seen several times, so "
-        "there is less evidence than there are points."
+        "Settings of experiments; those that share the very runs count once. Others with the same model, data and "
+        "tokens are one regime seen several times, so there is less evidence than there are points."
     ),
     "simulations": (
         "Worlds of simulations, whose reference frames hold no signal to noise and no amplification: the prediction "
@@ -54,7 +54,10 @@ _OUTCOME = (
 
 @dataclass(frozen=True)
 class Condition:
-    """One setting or world. `gap` [nats, or log of the ratio of risks], above 0: the stateless arm did worse."""
+    """One setting or world. `gap` [nats, or log of the ratio of risks], above 0: the stateless arm did worse.
+
+    `runs` tell the runs behind the gap from others, where they are known.
+    """
 
     source: str
     name: str
@@ -63,6 +66,7 @@ class Condition:
     gap: float
     low: float | None
     high: float | None
+    runs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def compare_predictions(folders: Sequence[str | Path] = (), out: str | Path | No
     conditions: list[Condition] = []
     for folder in [Path(f) for f in folders] or _references():
         conditions.extend(_conditions(folder))
+    conditions = _distinct(conditions)
     if not conditions:
         raise GradreelError(
             "no condition to compare: no folder holds results with a stateless and a smoothed arm; give results of "
@@ -113,6 +118,19 @@ def compare_predictions(folders: Sequence[str | Path] = (), out: str | Path | No
 
 def _references() -> list[Path]:
     return sorted(p.parent for p in REFERENCE.rglob("provenance.json"))
+
+
+def _distinct(conditions: list[Condition]) -> list[Condition]:
+    """Conditions of the same runs, which experiments share, are one: its components are their means."""
+    found: list[Condition] = []
+    for one in conditions:
+        same = [c for c in conditions if c.runs == one.runs] if one.runs else [one]
+        if one is not same[0]:
+            continue
+        names = [name for name in COMPONENTS if all(name in c.components for c in same)]
+        means = {name: float(np.mean([c.components[name] for c in same])) for name in names}
+        found.append(replace(one, name=", ".join(c.name for c in same), components=means))
+    return found
 
 
 def _conditions(folder: Path) -> list[Condition]:
@@ -153,8 +171,19 @@ def _of_experiment(folder: Path) -> list[Condition]:
         if gaps and components:
             low, high = t_interval(gaps)
             name = about["preset"] + (f" {setting}" if setting else "")
-            found.append(Condition("presets", name, "nats", components, float(np.mean(gaps)), low, high))
+            runs = _runs(about, [arm_label(setting, arm) for arm in (stateless, smoothed)])
+            found.append(Condition("presets", name, "nats", components, float(np.mean(gaps)), low, high, runs))
     return found
+
+
+def _runs(about: dict[str, Any], labels: list[str]) -> frozenset[str]:
+    """Seeds and losses of these arms' runs at their best rates: equal ones are the same runs, whatever their names."""
+    best = {label: (about.get("tuning") or {}).get(label, {}).get("best") for label in labels}
+    return frozenset(
+        f"{entry['seed']} {entry['final_loss']!r}"
+        for entry in about["table"].values()
+        if entry["matched"] is None and any(e == entry["lr"] for e in [best.get(entry["arm"])] if e is not None)
+    )
 
 
 def _gaps(losses: pl.DataFrame, stateless: str, smoothed: str, baseline: str, setting: str) -> list[float]:

@@ -296,3 +296,25 @@ def study_file() -> str:
     import ablations.study
 
     return str(ablations.study.__file__)
+
+
+def test_the_committed_comparison_is_of_the_references() -> None:
+    """What it says of worlds is in their frames, and its correlations are those of its own conditions."""
+    reference = Path(study_file()).parents[1] / "reference"
+    kept = read_frame(reference / "study" / "prediction.parquet")
+    worlds = [reference / "simulate" / name for name in ("rank_or_rate", "smoothing_phase")]
+    gaps = kept.filter((pl.col("metric") == "condition_gap") & (pl.col("arm") == "simulations"))
+    by_name = dict(gaps.select("run", "value").iter_rows())
+    now = {c.name: c.gap for c in compare_predictions(worlds).conditions}
+    assert now == pytest.approx({name: by_name[name] for name in now})
+    for source in ("presets", "simulations"):
+        mine = kept.filter(pl.col("arm") == source)
+        pair = [
+            dict(mine.filter(pl.col("metric") == metric).select("run", "value").iter_rows())
+            for metric in ("condition_harm", "condition_gap")
+        ]
+        names = sorted(pair[0])
+        found = spearman(*(np.array([values[name] for name in names]) for values in pair))
+        said = mine.filter((pl.col("metric") == "condition_rho") & (pl.col("param") == "condition_harm"))
+        assert said["value"].to_list() == [pytest.approx(found.rho)]
+        assert said["support"].to_list() == [found.n]

@@ -28,7 +28,8 @@ def outcome_panel(ax: Axes, frame: pl.DataFrame, source: str) -> Axes:
         side = rows_of(mine, f"{_Y}_{end}").select("run", pl.col("value").alias(end)).unique("run")
         table = table.join(side, on="run", how="left")
     unit = table["unit"][0] if table.height else "1"
-    ax.set_title(text(source, 30))
+    rho = rows_of(mine, _RHO).filter(pl.col("param") == _X)["value"].to_list()
+    ax.set_title(text(source, 20) + (f", rank correlation {rho[0]:+.2f}" if rho and abs(rho[0]) <= 1 else ""))
     if table.is_empty():
         say_empty(ax, "no condition has both")
     else:
@@ -36,9 +37,6 @@ def outcome_panel(ax: Axes, frame: pl.DataFrame, source: str) -> Axes:
         ax.vlines(bars["x"], bars["low"], bars["high"], color=SOFT, linewidth=0.9, alpha=0.7)
         ax.plot(table["x"], table["y"], linestyle="", marker="o", color=FAMILY_COLOURS["mesh"], alpha=0.85)
         ax.axhline(0.0, color=SOFT, linewidth=0.8, linestyle=(0, (2, 2)))
-        rho = rows_of(mine, _RHO).filter(pl.col("param") == _X)["value"].to_list()
-        if rho:
-            ax.text(0.03, 0.97, f"rank correlation {rho[0]:+.2f}", transform=ax.transAxes, va="top", fontsize=7.5)
     ax.set_xlabel("predicted harm, mean rank [1]")
     ax.set_ylabel(f"stateless minus smoothed [{text(unit, 12)}]")
     return ax
