@@ -229,7 +229,8 @@ class FrameSource:
         recorded = provenance.get("trace")
         of = recorded.get("id") if isinstance(recorded, dict) else None
         known = f"Trace {of}. " if of else ""
-        closed = self._frame.filter(pl.col("metric") == "loss")["arm"].is_not_null().any()
+        measured = set(self._frame["metric"].unique())
+        closed = "loss" in measured and not measured & set(UPDATE)
         self.caption = f"{known}{'Training runs: means over seeds' if closed else OPEN_LOOP_NOTE}."
         if self._frame.is_empty():
             raise GradreelError(f"{title}: no row of the frame has a step; there is nothing to show over time")

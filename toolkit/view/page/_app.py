@@ -12,7 +12,7 @@ from toolkit.view.page._content import Content
 from toolkit.view.page._jobs import Jobs
 
 _POLL_MS = 500
-_GRAPH = {"displaylogo": False, "displayModeBar": False}
+_GRAPH: Any = {"displaylogo": False, "displayModeBar": False}
 
 
 def build(content: Content, jobs: Jobs, prefix: str) -> Dash:
@@ -22,7 +22,7 @@ def build(content: Content, jobs: Jobs, prefix: str) -> Dash:
         url_base_pathname=prefix,
         serve_locally=True,
         title=content.source.title,
-        update_title=None,
+        update_title="",
         assets_folder="assets",
     )
     app.layout = _layout(content)

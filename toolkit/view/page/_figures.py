@@ -175,9 +175,9 @@ def curves(rows: pl.DataFrame, load: Load, *, expert: int | None, param: str | N
     figure.update_xaxes(title="step", row=len(panels), col=1)
     figure.update_yaxes(gridcolor=GRID, zeroline=False, nticks=4)
     what = "The run" if expert is None else f"Expert {expert}" + (f", {param}" if param else "")
-    top = 44 + 24 * -(-sum(8 * len(name) + 56 for name in names) // 420)  # pixels, with the legend's rows
+    top = 52 + 24 * -(-sum(8 * len(name) + 56 for name in names) // 420)  # pixels, with the legend's rows
     height = 140 * len(panels) + top + 40
-    legend = {"orientation": "h", "x": 0, "y": 1 - 28 / height, "yanchor": "top", "yref": "container"}
+    legend = {"orientation": "h", "x": 0, "y": 1 - 36 / height, "yanchor": "top", "yref": "container"}
     figure.update_layout(title=_title(what), height=height, legend=legend, margin={"t": top}, uirevision="curves")
     figure.update_layout(shapes=curve_shapes(len(panels), step))
     return figure
