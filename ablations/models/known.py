@@ -1,9 +1,8 @@
 """Models that many people know, by name, for plans: one JSON file each in the folder `known/`.
 
 A file holds `summary`, `parameters` (the public count, as its source rounds it), `source`, and `config`: what a Hugging
-Face config class takes, or the fields of `MoEConfig` under the model type "gradreel" (with `expert_weights`: "list" gives
-each expert matrices of its own). Importing this module registers
-the names with the memory planner.
+Face config class takes, or the fields of `MoEConfig` under the model type "gradreel" (with `expert_weights`: "list"
+gives each expert matrices of its own). Importing this module registers the names with the memory planner.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_parts_are_put_together_as_they_were_cut() -> None:
             assert part.shape(shape) == cut(whole, part).shape
             again = placement_from_json(json.loads(json.dumps(part.to_json())), shape, "w")
             assert again.key == part.key
-        pieces = [(part, lambda part=part: cut(whole, part)) for part in parts]
+        pieces = [(part, lambda part=part, whole=whole: cut(whole, part)) for part in parts]
         np.testing.assert_array_equal(assembled(shape, pieces, whole.dtype), whole)
         lost = rng.integers(len(parts))
         rest = [(rank, part) for rank, part in enumerate(parts) if rank != lost]
@@ -59,7 +59,7 @@ def test_a_flat_stretch() -> None:
     whole = np.arange(12.0).reshape(3, 4)
     parts = [Placement({FLAT: ((0, 5),)}), Placement({FLAT: ((10, 2), (5, 5))})]
     assert uncovered((3, 4), list(enumerate(parts)), "w") is None
-    pieces = [(part, lambda part=part: cut(whole, part)) for part in parts]
+    pieces = [(part, lambda part=part, whole=whole: cut(whole, part)) for part in parts]
     np.testing.assert_array_equal(assembled((3, 4), pieces, whole.dtype), whole)
     assert uncovered((3, 4), [(0, parts[0])], "w") == "element 5 to 11"
     with pytest.raises(TraceError, match="some ranks hold it as a stretch"):

@@ -79,8 +79,9 @@ def replay(
     Replay is open-loop: it compares updates, not losses.
 
     `recipes`: a name (`"mesh+sign_only"`), a Recipe, a list of either, or {label: either}. None or an empty list
-    measures routing alone, for which no gradients are needed. All run in one pass: a gradient is read once. Each recipe moves its own copy of the weights recorded at the first step. The first recipe is
-    the reference of `cos_to_reference`, `drift_from_reference` and `match`.
+    measures routing alone, for which no gradients are needed. All run in one pass: a gradient is read once. Each recipe
+    moves its own copy of the weights recorded at the first step. The first recipe is the reference of
+    `cos_to_reference`, `drift_from_reference` and `match`.
     `metrics`: names or Metric objects; None means all that the trace can supply.
     `lr`: per recipe, by label, a base rate (default: the recipe's own), `"recorded"`, or a function of the step. A base
     rate is multiplied by the recorded rate over the recorded peak; "recorded" is the recorded rate itself.
