@@ -102,7 +102,7 @@ def made_up_frame(
             _lagged(add, "update_cos", lambda lag, c=cos: near(0.3 + 0.6 * c ** (lag**0.5), count=1), steps, lags, both)
     rows.extend(_experiment(table, steps, scale))
     for model, size in ((run, 1e8), (f"{run};large", 1e10)):
-        for recipe in recipes:
+        for recipe in table:
             plan = {"run": model, "recipe": recipe}
             rows.append({**plan, "metric": "parameters", "unit": "1", "value": size})
             rows.append({**plan, "metric": "peak_bytes", "unit": "B", "value": 9 * size * scale})
@@ -114,7 +114,7 @@ def made_up_frame(
             for end, factor in (("", 1.1), ("_low", low), ("_high", high)):
                 ratio = {"metric": f"risk_ratio_tuned{end}", "value": factor / (tokens + activity) * scale}
                 rows.append({**world, **ratio, "arm": arm, "recipe": arm, "role": "routed_expert"})
-    rows.extend(_studied(recipes or RECIPES, experts, layers, scale))
+    rows.extend(_studied(table, experts, layers, scale))
     return as_frame(rows)
 
 

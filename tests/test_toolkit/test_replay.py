@@ -350,7 +350,7 @@ def test_backend_is_used_and_recorded(plain_run):
     ("options", "text"),
     [
         ({"recipes": "adamv"}, "unknown recipe 'adamv'; did you mean 'adamw'"),
-        ({"recipes": []}, "no recipe"),
+        ({"recipes": []}, "needs an optimizer at work; give at least one recipe"),
         ({"recipes": ["adamw", "adamw"]}, "given twice"),
         ({"metrics": ["update_rmz"]}, "update_rms"),
         ({"params": ["experts.sideways"]}, "unknown parameter"),

@@ -388,7 +388,8 @@ def test_the_trace_is_named_from_the_provenance_else_the_frame() -> None:
     frame = frame_of(2, recipes=BOTH)
     assert trace_id({"trace": {"id": "abc"}}, frame) == "abc"
     assert trace_id({"trace_id": "def"}, frame) == "def"
-    assert trace_id({}, frame) == "demo-3f9a1c"
+    assert trace_id({}, frame.filter(pl.col("run") == "demo-3f9a1c")) == "demo-3f9a1c"
+    assert trace_id({}, frame).endswith("more")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ PLOT = Plot(
     title="Memory against model size",
     requires=(*_PANELS, _SIZE),
     draw=themed(draw),
+    about="memory",
     caption=(
         "Optimizer state, pinned gradient and the peak of a whole training step, in bytes per parameter, against the "
         "number of parameters, planned from shapes for one unsharded device. Both axes are logarithmic, so a recipe "
