@@ -108,8 +108,11 @@ def test_it_draws_every_frame(name: str, edge: tuple[str, pl.DataFrame]) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_every_axis_has_its_unit(name: str) -> None:
     figure = PLOTS.get(name)(plain())
+    shared = [label for label in (figure.get_supxlabel(), figure.get_supylabel()) if label]  # of small multiples
     for ax in figure.axes:
-        labels = [label for label in (ax.get_xlabel(), ax.get_ylabel()) if label]
+        labels = [label for label in (ax.get_xlabel(), ax.get_ylabel()) if label] or (
+            shared if len(shared) == 2 else []
+        )
         assert labels, name
         for label in labels:
             assert re.search(r"\[.+\]$", label), f"{name}: {label!r} has no unit"

@@ -90,6 +90,8 @@ def made_up_frame(
                 for metric in ("path_length", "displacement"):
                     add(metric, near(rms * len(steps), 0, 1e9), **mine)
                 add("straightness", near(cos, 0, 1), **mine)
+                for step in steps:
+                    add("drift_from_reference", near(rms, 0, 9) * (recipe != "adamw"), step=int(step), **mine)
                 everything = {**mine, "role": "routed_expert"}
                 rows.append(_cost("state_bytes", state / (2 * layers), run, everything))
                 rows.append(_cost("pinned_gradient_bytes", pinned / (2 * layers), run, everything))
@@ -100,6 +102,7 @@ def made_up_frame(
                 add("update_rms", rms * near(1.0, 0.1, 9.0, 1), step=int(step), **router, recipe=recipe)
             both = {**router, "recipe": recipe}
             _lagged(add, "update_cos", lambda lag, c=cos: near(0.3 + 0.6 * c ** (lag**0.5), count=1), steps, lags, both)
+    rows.extend(_trajectories(list(table), steps, scale, run))
     rows.extend(_experiment(table, steps, scale))
     for model, size in ((run, 1e8), (f"{run};large", 1e10)):
         for recipe in table:
@@ -116,6 +119,19 @@ def made_up_frame(
                 rows.append({**world, **ratio, "arm": arm, "recipe": arm, "role": "routed_expert"})
     rows.extend(_studied(table, experts, layers, scale))
     return as_frame(rows)
+
+
+def _trajectories(recipes: Sequence[str], steps: Sequence[int], scale: float, run: str) -> Iterator[dict[str, Any]]:
+    """Rows of ways in a plane and of pairs of recipes; one recipe has no other."""
+    for number, recipe in enumerate(recipes):
+        for role, step in itertools.product(("routed_expert", "router"), steps):
+            row = {"run": run, "role": role, "step": int(step), "unit": "weight"}
+            for name, value in (("along", step), ("across", number * step / 2), ("off", number / 3)):
+                yield {**row, "recipe": recipe, "metric": f"plane_{name}", "value": value * scale}
+            for other in recipes[number + 1 :] or ([recipe] if len(recipes) == 1 else []):
+                pair = {**row, "recipe": f"{recipe} vs {other}"}
+                yield {**pair, "metric": "pairwise_weight_distance", "value": (number + 1) * step * scale}
+                yield {**pair, "metric": "pairwise_update_cos", "value": 0.4 * scale, "unit": "1"}
 
 
 def _studied(recipes: Iterable[str], experts: int, layers: int, scale: float) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,8 @@ class Plot:
     `requires` names the metrics the Frame must hold; a missing one is an error that says which metric to add.
     `draw(frame, **options) -> Figure`. `caption` is one sentence that says how to read the figure.
     `about` says which report draws it: "updates" (of a replay or a run), "training" (an experiment's closed loop),
-    "simulation", "study", "prediction", "agreement", or "memory" (a plan's figure, which none does).
+    "simulation", "study", "prediction", "agreement"; none draws "memory" (a plan's), "experts" and "trajectory" (the
+    notebooks').
     """
 
     name: str

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.replay._compare import compare
     from toolkit.replay._engine import ReplayResult, replay
+    from toolkit.replay._plane import weight_plane
     from toolkit.replay._routing_only import routing_metrics
     from toolkit.replay._selfcheck import SelfCheck, selfcheck
     from toolkit.replay._source import check_parameters
@@ -22,8 +23,18 @@ _PLACES = {
     "replay": "toolkit.replay._engine",
     "routing_metrics": "toolkit.replay._routing_only",
     "selfcheck": "toolkit.replay._selfcheck",
+    "weight_plane": "toolkit.replay._plane",
 }
-__all__ = ["ReplayResult", "SelfCheck", "check_parameters", "compare", "replay", "routing_metrics", "selfcheck"]
+__all__ = [
+    "ReplayResult",
+    "SelfCheck",
+    "check_parameters",
+    "compare",
+    "replay",
+    "routing_metrics",
+    "selfcheck",
+    "weight_plane",
+]
 
 
 def __getattr__(name: str) -> Any:
