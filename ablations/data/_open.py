@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from traces.errors import unknown
+from traces.errors import GradreelError, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,14 @@ class Text(Protocol):
     @property
     def provenance(self) -> Mapping[str, Any]:
         """What the text is: a name, sizes, a sha256 of its content where there is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a token stands for on average; losses are divided by it, to be nats per byte."""
 
     def batch(self, seed: int, step: int, batch: int, length: int, micro_step: int = 0) -> dict[str, Tensor]:
         """The training batch of one (seed, step, micro-step), the same at every call."""
@@ -31,8 +39,30 @@ def _stdlib(options: Mapping[str, Any]) -> Text:
     return stdlib_corpus(**options)
 
 
+def _documents(source: str) -> Callable[[Mapping[str, Any]], Text]:
+    def read(options: Mapping[str, Any]) -> Text:
+        from ablations.data.tokens import documents
+
+        return documents(source, options)
+
+    return read
+
+
+def _token_file(options: Mapping[str, Any]) -> Text:
+    from ablations.data.tokens import token_file
+
+    try:
+        return token_file(**options)
+    except TypeError as error:
+        raise GradreelError(f"data source bin: {str(error).replace('()', '')}; see `ablations.data.tokens`") from None
+
+
 #: Sources by name: a function from the options to the text.
-SOURCES: dict[str, Callable[[Mapping[str, Any]], Text]] = {"stdlib": _stdlib}
+SOURCES: dict[str, Callable[[Mapping[str, Any]], Text]] = {
+    "stdlib": _stdlib,
+    **{source: _documents(source) for source in ("text", "jsonl", "parquet", "huggingface")},
+    "bin": _token_file,
+}
 
 
 def open_data(source: str, options: Mapping[str, Any]) -> Text:

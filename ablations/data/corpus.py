@@ -38,11 +38,16 @@ _LEAST_BYTES = 200_000
 
 @dataclass(frozen=True)
 class Corpus:
-    """`train` and `valid` are uint8, one byte a token. `provenance` says which files and which Python."""
+    """`train` and `valid` are token ids, unsigned; of bytes uint8, one byte a token. `provenance` says what they are.
+
+    Ids are below `vocab_size`; a token stands for `bytes_per_token` bytes of the validation text on average.
+    """
 
     train: np.ndarray
     valid: np.ndarray
     provenance: dict[str, Any]
+    vocab_size: int = VOCAB_SIZE
+    bytes_per_token: float = 1.0
 
     def batch(self, seed: int, step: int, batch: int, length: int, micro_step: int = 0) -> dict[str, Tensor]:
         """The training batch of one (seed, step, micro-step): `input_ids` and `labels`, int64 [B, S] each.
@@ -58,6 +63,9 @@ class Corpus:
 
     def valid_batches(self, count: int, batch: int, length: int) -> list[dict[str, Tensor]]:
         """`count` fixed batches of validation text: windows evenly spread, the same in every call."""
+        if length >= self.valid.size:
+            most = self.valid.size - 1
+            raise GradreelError(f"validation length is {length}; allowed: [1, {most}], the size of the text")
         starts = np.linspace(0, self.valid.size - length - 1, count * batch).astype(np.int64)
         return [_windows(self.valid, part, length) for part in np.split(starts, count)]
 

@@ -25,8 +25,7 @@ ONLY = ""
 class Data:
     """What is trained on, by name: `source` is "stdlib" (the offline corpus, bytes) or one that `ablations.data` adds.
 
-    `options` go to that source. `per_byte` is how many bytes a token stands for on average, so that thresholds in nats
-    per byte mean the same for every tokenizer; 1 for bytes.
+    `options` go to that source. Losses are in nats per byte, whatever the tokens, so that thresholds mean the same.
     """
 
     source: str = "stdlib"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ablations.data._open import Text
+    from ablations.runner.distributed import Ranks
     from ablations.train import StepReport
 
     Call = Callable[[nn.Module, dict[str, Tensor]], Any]
@@ -30,10 +31,13 @@ DELTA_RMS = "delta_rms"
 VALID_LOSS = "valid_loss"
 
 
-def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] | None = None) -> Finished:
+def execute(
+    spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] | None = None, ranks: Ranks | None = None
+) -> Finished:
     """Make the run `spec` and keep it in its folder of `root`, unless it is there already; return what is known of it.
 
-    `progress` gets each step's number. A loss that is not finite ends the run and is a result like any other.
+    `progress` gets each step's number. A loss that is not finite ends the run and is a result like any other. With
+    `ranks` this process is one of several that make the run together; the first of them evaluates and writes.
     """
     known = finished(root, spec.id)
     if known is not None:
@@ -52,32 +56,35 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
     text = open_data(data.source, data.options)
     torch.manual_seed(spec.seed)
     model, call = build_model(spec.model_config())
+    _check_vocabulary(model, text, data.source)
     model.to(spec.device)
     weights_sha256 = hash_of_weights(model)
     built = recipe(spec.recipe, lr=spec.lr)
     optimizer = make_optimizer(model, built, seed=spec.seed, hidden_momentum="apart")
     moves = Moves(model, optimizer, _targets(root, spec.matched), measured=spec.measured)
     batches = Batches(text, spec)
+    trained, train_call, share = (model, call, batches) if ranks is None else ranks.shared(model, call, batches)
+    first = ranks is None or ranks.first
     stops = _evaluation_steps(spec)
     valid = _Validation(text, spec, call)
     rows: list[dict[str, Any]] = []
 
     def after(report: StepReport) -> None:
-        if report.step in stops:
+        if first and report.step in stops:
             rows.append(valid.row(model, report.step, last=report.step == spec.steps))
         if progress is not None:
             progress(report.step)
 
     with routed_as(spec, root, model, optimizer):
         result = train(
-            model,
+            trained,
             optimizer,
-            batches,
+            share,
             spec.steps,
             schedule=Schedule(spec.steps, spec.warmup, spec.floor, spec.schedule),
             clip=spec.clip,
             accumulation=spec.accumulation,
-            call=call,
+            call=train_call,
             progress=after,
         )
     windows: np.ndarray | None = valid.windows if result.diverged_at is None else None
@@ -100,7 +107,8 @@ def execute(spec: RunSpec, root: str | Path, *, progress: Callable[[int], None] 
         seconds=round(time.perf_counter() - began, 3),
         provenance=provenance(spec.device),
     )
-    put_run(root, found, ({**constants, **row} for row in everything))
+    if first:
+        put_run(root, found, ({**constants, **row} for row in everything))
     return found
 
 
@@ -200,12 +208,12 @@ class Batches:
 
 
 class _Validation:
-    """Losses on the fixed validation windows; `windows` are those of the last full pass, nats per token [N]."""
+    """Losses on the fixed validation windows; `windows` are those of the last full pass, nats per byte [N]."""
 
     unit = "nats"
 
     def __init__(self, text: Text, spec: RunSpec, call: Call) -> None:
-        self._call = call
+        self._call, self._bytes_per_token = call, text.bytes_per_token
         self._batches = [
             {name: value.to(spec.device) for name, value in batch.items()}
             for batch in text.valid_batches(spec.eval_batches, spec.eval_batch, spec.length)
@@ -218,6 +226,7 @@ class _Validation:
 
         # Every fourth, so that a part is as mixed as the whole.
         windows = window_losses(model, self._batches if last else self._batches[::4], call=self._call)
+        windows = windows / self._bytes_per_token
         if last:
             self.windows = windows
         tokens = windows.size * self._batches[0]["labels"].shape[1]
@@ -228,6 +237,17 @@ class _Validation:
             "support": float(tokens),
             "unit": self.unit,
         }
+
+
+def _check_vocabulary(model: nn.Module, text: Text, source: str) -> None:
+    """An id past the embedding would be an index error in the middle of a run, or on a GPU worse."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    rows = int(embedding.weight.shape[0])
+    if rows < text.vocab_size:
+        raise GradreelError(
+            f"data source {source} has a vocabulary of {text.vocab_size}, the model an embedding of {rows}; set "
+            f"model.vocab_size to at least {text.vocab_size}, or another tokenizer"
+        )
 
 
 def hash_of_weights(model: nn.Module) -> str:
