@@ -391,7 +391,10 @@ def test_what_is_no_source_says_so(source: Any, words: str) -> None:
 
 def test_expert_parallelism_needs_experts() -> None:
     dense = [p for p in TABLE if p.role not in ("routed_expert", "router")]
-    assert plan_memory(dense, "adamw", fsdp=2).peak_bytes > 0
+    plan = plan_memory(dense, "adamw", fsdp=2)
+    assert plan.peak_bytes > 0
+    assert plan.notes[-1] == "shape table has no routed experts: this is the plan of a dense model"
+    assert not any("dense" in note for note in plan_memory(TABLE, "adamw").notes)
     with pytest.raises(GradreelError, match="expert degree is 2, but shape table has no routed experts; allowed: 1"):
         plan_memory(dense, "adamw", fsdp=2, expert=2)
 

@@ -220,6 +220,8 @@ class Planner:
             plans.append(self._stage(arch, recipe, held, blocks, kept, precision, parallel, run))
         fullest = max(range(len(plans)), key=lambda i: plans[i].peak_bytes)
         notes = list(plans[fullest].notes)
+        if all(info.role != "routed_expert" for info in arch.params):
+            notes.append(f"{arch.name} has no routed experts: this is the plan of a dense model")
         if len(plans) > 1:
             notes.append(f"the fullest of {len(plans)} pipeline stages is number {fullest}")
         return replace(plans[fullest], notes=tuple(notes))
