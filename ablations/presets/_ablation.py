@@ -25,7 +25,8 @@ ONLY = ""
 class Data:
     """What is trained on, by name: `source` is "stdlib" (the offline corpus, bytes) or one that `ablations.data` adds.
 
-    `options` go to that source. Losses are in nats per byte, whatever the tokens, so that thresholds mean the same.
+    `options` go to that source. Validation losses, which decide, are in nats per byte where the source knows how many
+    bytes a token stands for, so that thresholds mean the same; training losses are per token.
     """
 
     source: str = "stdlib"
